@@ -211,6 +211,9 @@ class TRLHostConfig(_Table):
     heldout_rows: int = Field(64, ge=0)
     """Rows of the held-out split, evaluated at the start and the end. 0: no evaluation."""
 
+    micro_batch_size: int = Field(8, ge=1)
+    """Rollouts per forward and backward on each process. It changes memory and speed, not gradients."""
+
     max_turns: int = Field(4, ge=1)
     """Turns of the model per rollout."""
 

@@ -89,7 +89,8 @@ def gguf_file() -> Path:
     found = [path for path in listed if path.suffix == ".gguf" and path.is_file()]
     if len(found) != 1:
         raise ModelError(
-            f"the package {DISTRIBUTION} {VERSION} must hold one GGUF file, found {len(found)}: {_WHAT_TO_SET}"
+            f"the package {DISTRIBUTION} {VERSION} must hold one GGUF file, "
+            f"found {len(found)}: {_WHAT_TO_SET}"
         )
     return found[0]
 

@@ -43,20 +43,18 @@ _ECHO = 32
 """Characters of the model's own text that an error message repeats at most."""
 
 # Common words, each one token after a blank in most vocabularies. No word is in both splits.
-TRAIN_NAMES: tuple[str, ...] = tuple(
-    """
-    report letter budget recipe invoice diary photo music garden winter summer travel school family
-    project meeting lesson journal picture weather market doctor dinner holiday novel script poem
-    speech survey resume agenda memo ticket contract sketch chart story article review poster profile
-    village river forest bridge castle planet rocket engine camera guitar
-    """.split()
-)
-HELDOUT_NAMES: tuple[str, ...] = tuple(
-    """
-    island mountain ocean kitchen hospital museum library station window mirror basket bottle
-    candle carpet pencil pillow blanket jacket umbrella violin soccer tennis lemon butter
-    """.split()
-)
+_TRAIN = """
+report letter budget recipe invoice diary photo music garden winter summer travel school family
+project meeting lesson journal picture weather market doctor dinner holiday novel script poem
+speech survey resume agenda memo ticket contract sketch chart story article review poster profile
+village river forest bridge castle planet rocket engine camera guitar
+"""
+_HELDOUT = """
+island mountain ocean kitchen hospital museum library station window mirror basket bottle
+candle carpet pencil pillow blanket jacket umbrella violin soccer tennis lemon butter
+"""
+TRAIN_NAMES: tuple[str, ...] = tuple(_TRAIN.split())
+HELDOUT_NAMES: tuple[str, ...] = tuple(_HELDOUT.split())
 
 _WORD = re.compile(r"[^\s:]+")
 
@@ -119,7 +117,8 @@ class FileSystem:
 
     def copy(self, name: str) -> str:
         self._file(name)
-        return self.create(f"{name}-copy").replace("created", "copied to")
+        self.create(f"{name}-copy")
+        return f"copied to {name}-copy"
 
     def _file(self, name: str) -> None:
         if name in self.folders:

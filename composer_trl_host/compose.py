@@ -1,0 +1,262 @@
+"""``compose_loss``: both channels of one micro-batch from one student forward.
+
+A pure function of model, batch and configuration; the trainer adds counting, gathering and logging.
+Each row's valid completion tokens become one sample of the plugin's own objective, so the numbers
+are those that the plugin gives on PRIME-RL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_prime_plugin.config import ComposerConfig, SDPOConfig
+from composer_prime_plugin.contract import LossContract, LossInputs
+from composer_prime_plugin.divergence import check_finite_divergence, check_logits, token_divergence
+from composer_prime_plugin.errors import LossInputError
+from composer_prime_plugin.objectives import PolicyInputs
+from composer_prime_plugin.plugin import channel_one, check_sample
+from composer_trl_host.alignment import Pairs, paired_positions
+
+
+@dataclass(frozen=True)
+class ComposedLoss:
+    """The loss of a micro-batch and what the metrics are made of.
+
+    ``loss``: 0-d, ``policy_sum / num_loss_tokens + weight * sdpo_sum / denominator``, with
+    gradient. ``policy_sum``, ``policy_kl_sum``, ``sdpo_sum``: detached sums in nats (the KL without
+    ``kl_tau``). ``sdpo_tokens``, ``sdpo_clipped``: error tokens and how many of them the clip
+    acted on. ``sources``: per hint source the summed divergence and its tokens.
+    ``policy_metrics``: the objective's own metrics, one dict per row. ``trainer_logprobs``: each
+    row's ``(tokens,)`` log-probs, detached.
+    """
+
+    loss: Tensor
+    policy_sum: Tensor
+    policy_kl_sum: Tensor
+    loss_tokens: int
+    sdpo_sum: Tensor
+    sdpo_tokens: int
+    sdpo_sites: int
+    sites_left_out: int
+    sdpo_clipped: int
+    weight: float
+    sources: dict[str, tuple[float, int]]
+    policy_metrics: tuple[dict[str, Tensor], ...]
+    trainer_logprobs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Who reads the hinted context. ``model`` None: the student itself, with its live weights."""
+
+    model: nn.Module | None = None
+
+
+def compose_loss(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: ComposerConfig,
+    *,
+    teacher: Teacher | None = None,
+) -> ComposedLoss:
+    """Channel 1 and channel 2 of a padded batch, in nats per token.
+
+    ``batch`` holds
+
+    - ``input_ids``, ``attention_mask`` ``(B, T)`` long: the student's sequences, padded anywhere;
+    - ``completion_mask`` ``(B, T)`` bool: the tokens behind the prompt, which form the row's sample;
+    - ``response_mask`` ``(B, T)`` bool: those of them that are trained (sampled by the model);
+    - ``advantages`` ``(B,)`` or ``(B, T)``;
+    - ``inference_logprobs`` ``(B, T)`` of the sampling policy, or None: on-policy, taken from this
+      forward without gradient; ``loss_weights`` ``(B, T)`` or None;
+    - for channel 2 the keys of ``SiteBatch``; absent or empty: no error site;
+    - ``num_loss_tokens``, ``num_error_tokens``: the counts over the whole optimizer step and all
+      ranks that the sums are divided by; default this batch's own;
+    - ``step`` (0), the optimizer step, for the warm-up; ``temperature`` (1.0), the sampling
+      temperature that channel 1's log-probs are taken at.
+
+    The student is read once, in the mode that it is in; the teacher in eval mode without gradient.
+    Raises ``LossInputError``, ``AlignmentError``; never returns a non-finite loss.
+    """
+    _check_batch(batch)
+    sdpo = config.sdpo
+    weight = sdpo.weight_at(int(batch.get("step", 0)))
+    input_ids, completion = batch["input_ids"], batch["completion_mask"]
+    logits, first = _student_logits(model, input_ids, batch["attention_mask"], completion)
+    samples = _samples(logits, first, batch, float(batch.get("temperature", 1.0)))
+    contract = _host_contract()
+    # PRIME-RL's own accumulation, term by term: an anchor on the graph, one sum per sample, one division.
+    policy = samples[0].trainer_logprobs.sum() * 0.0
+    kl = torch.zeros((), dtype=torch.float32, device=logits.device)
+    policy_metrics: list[dict[str, Tensor]] = []
+    loss_tokens = 0
+    for sample in samples:
+        result = channel_one(sample, config, contract, with_kl=True)
+        policy = policy + result.loss
+        kl = kl + result.kl if result.kl is not None else kl
+        policy_metrics.append(result.metrics)
+        loss_tokens += int(sample.loss_mask.sum())
+    num_loss_tokens = max(int(batch.get("num_loss_tokens", loss_tokens)), 1)
+    loss = policy / num_loss_tokens
+
+    sdpo_sum = torch.zeros((), dtype=torch.float32, device=logits.device)
+    tokens = sites = left_out = clipped = 0
+    sources: dict[str, tuple[float, int]] = {}
+    if sdpo.active and _has_sites(batch):
+        pairs, left_out = paired_positions(input_ids, dict(batch), sdpo.strict)
+        teacher_logits = _teacher_logits(model, teacher or Teacher(), batch, pairs)
+        student_logits = logits[pairs.row, pairs.student - 1 - first]
+        values, clip_flags = _divergence(student_logits, teacher_logits, sdpo)
+        sdpo_sum = values.sum()
+        tokens, clipped = values.numel(), int(clip_flags.sum())
+        sites = int(pairs.site.unique().numel())
+        sources = _by_source(values.detach(), pairs, batch.get("hint_source"))
+        denominator = num_loss_tokens
+        if sdpo.normalization == "error_tokens":
+            denominator = max(int(batch.get("num_error_tokens", tokens)), 1)
+        loss = loss + weight * (sdpo_sum / denominator)
+    return ComposedLoss(
+        loss=loss,
+        policy_sum=policy.detach(),
+        policy_kl_sum=kl,
+        loss_tokens=loss_tokens,
+        sdpo_sum=sdpo_sum.detach(),
+        sdpo_tokens=tokens,
+        sdpo_sites=sites,
+        sites_left_out=left_out,
+        sdpo_clipped=clipped,
+        weight=weight if sdpo.active else 0.0,
+        sources=sources,
+        policy_metrics=tuple(policy_metrics),
+        trainer_logprobs=tuple(sample.trainer_logprobs.detach() for sample in samples),
+    )
+
+
+def _host_contract() -> LossContract:
+    return LossContract.of(LossInputs)
+
+
+def _has_sites(batch: Mapping[str, Any]) -> bool:
+    idx = batch.get("student_response_idx")
+    return idx is not None and idx.numel() > 0
+
+
+def _check_batch(batch: Mapping[str, Any]) -> None:
+    shape = batch["input_ids"].shape
+    for name in ("attention_mask", "completion_mask", "response_mask", "inference_logprobs", "loss_weights"):
+        value = batch.get(name)
+        if value is not None and value.shape != shape:
+            raise LossInputError(f"{name} must have input_ids' shape {tuple(shape)}; found {tuple(value.shape)}")
+    for name in ("completion_mask", "response_mask"):
+        if batch[name].dtype != torch.bool:
+            raise LossInputError(f"{name} must be bool, True where a token counts; found {batch[name].dtype}")
+    if bool((batch["response_mask"] & ~batch["completion_mask"]).any()):
+        raise LossInputError("response_mask must lie inside completion_mask; found a trained token outside the completion")
+    if bool(batch["completion_mask"][:, 0].any()):
+        raise LossInputError("a completion must have a prompt before it; found a completion token in column 0")
+
+
+def _student_logits(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, completion: Tensor
+) -> tuple[Tensor, int]:
+    """``(B, T - first, vocab)`` logits from column ``first`` on, the one before the earliest completion token."""
+    columns = completion.any(dim=0).nonzero()
+    first = int(columns[0]) - 1 if columns.numel() else input_ids.size(1) - 1
+    keep = input_ids.size(1) - first
+    logits = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids(attention_mask),
+        use_cache=False,
+        logits_to_keep=keep,
+    ).logits
+    return logits[:, -keep:], first
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """``(B, T)`` positions counted over real tokens, so that padding moves nothing."""
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def _samples(logits: Tensor, first: int, batch: Mapping[str, Any], temperature: float) -> list[PolicyInputs]:
+    """One objective sample per row: its valid completion tokens, in order."""
+    samples: list[PolicyInputs] = []
+    inference, weights = batch.get("inference_logprobs"), batch.get("loss_weights")
+    for row in range(batch["input_ids"].size(0)):
+        columns = batch["completion_mask"][row].nonzero(as_tuple=True)[0]
+        trainer = token_logprobs(logits[row, columns - 1 - first], batch["input_ids"][row, columns], temperature)
+        advantage = batch["advantages"][row]
+        sample = PolicyInputs(
+            trainer_logprobs=trainer,
+            inference_logprobs=trainer.detach() if inference is None else inference[row, columns].to(trainer.dtype),
+            advantages=(advantage[columns] if advantage.dim() else advantage.expand(columns.numel())).to(trainer.dtype),
+            loss_mask=batch["response_mask"][row, columns],
+            loss_weights=None if weights is None else weights[row, columns].to(trainer.dtype),
+        )
+        check_sample(sample)
+        samples.append(sample)
+    return samples
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """``(n,)`` float32 log-probs (nats) of ``tokens`` ``(n,)`` under ``logits`` ``(n, vocab)``."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.logsumexp(logits, dim=-1)
+
+
+@torch.no_grad()
+def _teacher_logits(model: nn.Module, teacher: Teacher, batch: Mapping[str, Any], pairs: Pairs) -> Tensor:
+    """``(N, vocab)`` logits of the hinted context at the pairs, read one position earlier."""
+    reader = teacher.model if teacher.model is not None else model
+    with _eval_mode(reader):
+        logits = reader(
+            input_ids=batch["teacher_input_ids"],
+            attention_mask=batch["teacher_attention_mask"],
+            position_ids=position_ids(batch["teacher_attention_mask"]),
+            use_cache=False,
+        ).logits
+    return logits[pairs.site, pairs.teacher - 1]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _divergence(student: Tensor, teacher: Tensor, sdpo: SDPOConfig) -> tuple[Tensor, Tensor]:
+    check_logits(student, teacher)
+    result = token_divergence(
+        student,
+        teacher,
+        beta=sdpo.jsd_beta,
+        temperature=sdpo.temperature,
+        token_clip=sdpo.token_clip,
+        clip_mode=sdpo.clip_mode,
+    )
+    check_finite_divergence(result.values, student, teacher)
+    return result.values, result.clipped
+
+
+def _by_source(values: Tensor, pairs: Pairs, names: Sequence[str] | None) -> dict[str, tuple[float, int]]:
+    if names is None:
+        return {}
+    sums: dict[str, tuple[float, int]] = {}
+    for site in pairs.site.unique().tolist():
+        here = values[pairs.site == site]
+        total, count = sums.get(names[site], (0.0, 0))
+        sums[names[site]] = (total + float(here.sum()), count + here.numel())
+    return sums

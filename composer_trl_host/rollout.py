@@ -1,0 +1,177 @@
+"""Live rollouts: the model and an environment take turns, and nothing sampled is rendered again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_prime_plugin.config import ComposerConfig
+from composer_prime_plugin.errors import TaskError
+from composer_trl_host.alignment import ErrorSite
+from composer_trl_host.chat import Chat
+from composer_trl_host.environment import Environment, Episode, Reply
+from composer_trl_host.hints import ErrorContext, Hint, HintGenerator, Message
+
+Generate = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]] | None]]
+"""Contexts to sampled turns (ids, ending with an end token unless cut off) and their log-probs, if known."""
+
+
+@dataclass
+class Rollout:
+    """One finished episode.
+
+    ``completion_ids`` holds the model's turns and the environment's answers in order,
+    ``sampled`` is 1 on tokens that the model sampled; ``logprobs`` (nats, 0 where not sampled) is
+    None where the generator gives none. ``errors`` counts failed calls that the model could answer.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    sites: list[ErrorSite] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    solved: bool = False
+    turns: int = 0
+    errors: int = 0
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A failed call that waits for the model's next turn."""
+
+    splice_at: int
+    hint: Hint | None
+    hint_ids: tuple[int, ...]
+    error_kind: str
+
+
+class RolloutRunner:
+    """Plays an environment's rows with a generator of turns.
+
+    ``dropped`` counts by reason the error sites that got no hint and so train nothing.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        chat: Chat,
+        hints: HintGenerator | None,
+        config: ComposerConfig,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.environment = environment
+        self.chat = chat
+        self.hints = hints
+        self.config = config
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.dropped: Counter[str] = Counter()
+
+    def play(self, rows: Sequence[Mapping[str, Any]], generate: Generate, show_hints: bool = False) -> list[Rollout]:
+        """Play each row once. ``show_hints``: the model itself reads the hints (to measure the teacher)."""
+        episodes = [self.environment.episode(row) for row in rows]
+        rollouts = [Rollout(prompt_ids=self.chat.prompt_ids(episode.prompt)) for episode in episodes]
+        for rollout, episode in zip(rollouts, episodes, strict=True):
+            rollout.messages.extend(episode.prompt)
+        failures: dict[int, _Failure] = {}
+        active = list(range(len(rows)))
+        for turn in range(self.config.trl_host.max_turns):
+            if not active:
+                break
+            contexts = [self._context(rollouts[i], failures.get(i), show_hints) for i in active]
+            turns, logprobs = generate(contexts)
+            if len(turns) != len(active):
+                raise TaskError(f"the generator must give one turn per context, {len(active)}; found {len(turns)}")
+            last = turn + 1 == self.config.trl_host.max_turns
+            still: list[int] = []
+            for position, i in enumerate(active):
+                sampled_logprobs = None if logprobs is None else logprobs[position]
+                if self._take_turn(rollouts[i], episodes[i], turns[position], sampled_logprobs, failures, i, last):
+                    still.append(i)
+            active = still
+        for rollout, episode in zip(rollouts, episodes, strict=True):
+            rollout.reward = float(episode.reward())
+            rollout.solved = bool(episode.solved())
+        return rollouts
+
+    def _context(self, rollout: Rollout, failure: _Failure | None, show_hints: bool) -> list[int]:
+        ids = [*rollout.prompt_ids, *rollout.completion_ids]
+        if show_hints and failure is not None:
+            return [*ids[: failure.splice_at], *failure.hint_ids, *ids[failure.splice_at :]]
+        return ids
+
+    def _take_turn(
+        self,
+        rollout: Rollout,
+        episode: Episode,
+        turn: list[int],
+        logprobs: list[float] | None,
+        failures: dict[int, _Failure],
+        index: int,
+        last: bool,
+    ) -> bool:
+        """Append one sampled turn and the answer to it. Returns whether the episode goes on."""
+        start = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        _append(rollout, turn, 1, logprobs)
+        rollout.turns += 1
+        text = self.chat.tokenizer.decode(turn, skip_special_tokens=True)
+        rollout.messages.append({"role": "assistant", "content": text})
+        self._close_site(rollout, failures.pop(index, None), start, start + len(turn))
+        reply = episode.step(text)
+        if reply.done or not reply.messages or last:
+            return False
+        bridge = self.chat.bridge(reply.messages)
+        _append(rollout, self.chat.after_turn(turn, bridge, self.eos_token_ids), 0, logprobs)
+        splice_at = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        if reply.tool_error is not None:
+            rollout.errors += 1
+            failures[index] = self._failure(rollout, reply, text, splice_at)
+        rollout.messages.extend(reply.messages)
+        _append(rollout, list(bridge.generation_prompt), 0, logprobs)
+        return True
+
+    def _failure(self, rollout: Rollout, reply: Reply, call: str, splice_at: int) -> _Failure:
+        assert reply.tool_error is not None
+        result = "\n".join(str(message.get("content", "")) for message in reply.messages)
+        context = ErrorContext(
+            error_kind=reply.tool_error,
+            result=result,
+            call=call,
+            messages=(*rollout.messages, *reply.messages),
+            details=reply.details,
+        )
+        hint = None if self.hints is None else self.hints.generate(context)
+        if hint is None:
+            self.dropped["no hint for this error"] += 1
+            return _Failure(splice_at, None, (), reply.tool_error)
+        ids = tuple(self.chat.hint_ids(reply.messages, hint.text, self.config.sdpo.hint_role))
+        if len(ids) > self.config.trl_host.max_hint_tokens:
+            self.dropped["hint longer than trl_host.max_hint_tokens"] += 1
+            return _Failure(splice_at, None, (), reply.tool_error)
+        return _Failure(splice_at, hint, ids, reply.tool_error)
+
+    def _close_site(self, rollout: Rollout, failure: _Failure | None, start: int, stop: int) -> None:
+        if failure is None or failure.hint is None:
+            return
+        if stop == start:
+            self.dropped["empty recovery turn"] += 1
+            return
+        rollout.sites.append(
+            ErrorSite(start, stop, failure.splice_at, failure.hint_ids, failure.hint.source, failure.error_kind)
+        )
+
+
+def _append(rollout: Rollout, ids: list[int], sampled: int, logprobs: list[float] | None) -> None:
+    rollout.completion_ids.extend(ids)
+    rollout.sampled.extend([sampled] * len(ids))
+    if logprobs is None:
+        return
+    if rollout.logprobs is None:
+        rollout.logprobs = []
+    values = list(logprobs) if sampled else [0.0] * len(ids)
+    if len(values) != len(ids):
+        raise TaskError(f"the generator must give one log-prob per sampled token, {len(ids)}; found {len(values)}")
+    rollout.logprobs.extend(values)

@@ -1,0 +1,263 @@
+"""A run on the TRL host, from the TOML to the table at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from transformers import PrinterCallback, set_seed
+
+from composer_prime_plugin.errors import ConfigError, TaskError
+from composer_prime_plugin.runfile import RunFile
+from composer_trl_host.chat import Chat
+from composer_trl_host.environment import Environment
+from composer_trl_host.evaluate import Evaluation, evaluate
+from composer_trl_host.loading import load_model, load_object, lora_config
+from composer_trl_host.report import (
+    CURVES_FILE,
+    METRICS_FILE,
+    ConsoleReport,
+    GracefulStop,
+    MetricsWriter,
+    draw_curves,
+    print_summary,
+    summarize,
+)
+from composer_trl_host.rollout import RolloutRunner
+from composer_trl_host.schedule import lr_factor
+from composer_trl_host.settings import HostSettings
+from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
+
+RESOLVED_FILE = "config.json"
+INTERRUPTED = 130
+_OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
+
+
+def run_host(run: RunFile, console: Console | None = None) -> int:
+    """Train ``run`` in this process. Returns the exit code: 0, or 130 after a graceful stop.
+
+    Writes into ``output_dir``: the configuration as resolved, ``metrics.jsonl`` (one line per step,
+    flushed), checkpoints and the picture of the curves. A folder that already holds a run is moved
+    aside, unless the run resumes it. Raises ``ComposerError`` for anything the user has to change.
+    """
+    console = console or Console(soft_wrap=True)
+    settings = HostSettings.from_run(run)
+    for item in settings.unhonoured:
+        console.print(f"not honoured by the TRL host: {item.key} ({item.reason})", highlight=False, markup=False)
+    _quiet_libraries()
+    set_seed(settings.seed)
+    trainer, runner, heldout = build(settings)
+    main = trainer.accelerator.is_main_process
+    checkpoint = _checkpoint(settings)
+    if main:
+        _prepare_folder(settings, resuming=checkpoint is not None, console=console)
+    trainer.accelerator.wait_for_everyone()
+    writer = MetricsWriter(settings.output_dir / METRICS_FILE)
+    report = ConsoleReport(console, settings.max_steps)
+    stop = GracefulStop(console)
+    trainer.remove_callback(PrinterCallback)
+    for callback in (writer, report, stop):
+        trainer.add_callback(callback)
+    try:
+        start = _evaluate(trainer, runner, heldout, settings, writer, console, "start")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        end = None if stop.asked else _evaluate(trainer, runner, heldout, settings, writer, console, "end")
+    finally:
+        report.stop()
+        stop.restore()
+        writer.close()
+        if main and report.history:
+            draw_curves(report.history, settings.output_dir / CURVES_FILE)
+    if main:
+        _close(console, settings, runner, report, start, end)
+    if stop.asked:
+        console.print(f"stopped at step {trainer.state.global_step}; resume with --resume", highlight=False)
+        return INTERRUPTED
+    return 0
+
+
+def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, list[dict[str, Any]]]:
+    """The trainer, its rollout runner and the held-out rows."""
+    host = settings.config.trl_host
+    if host.environment is None:
+        raise ConfigError(
+            "trl_host.environment must name the live task to train on; found none; set it to file.py:Class or "
+            "package.module.Class under [trainer.loss.kwargs.trl_host]"
+        )
+    environment = load_object(host.environment, settings.base_dir, "trl_host.environment")
+    if isinstance(environment, type) or not isinstance(environment, Environment):
+        environment = environment(**host.environment_kwargs)
+    if not isinstance(environment, Environment):
+        raise TaskError(
+            f"trl_host.environment must have name, hints, rows() and episode(); {host.environment} does not"
+        )
+    hints = environment.hints
+    if host.hints is not None:
+        hints = load_object(host.hints, settings.base_dir, "trl_host.hints")
+        hints = hints() if isinstance(hints, type) else hints
+    model, tokenizer, _ = load_model(settings)
+    chat = Chat(tokenizer)
+    rows = environment.rows("train", host.train_rows, settings.seed)
+    heldout = environment.rows("heldout", host.heldout_rows, settings.seed) if host.heldout_rows else []
+    dataset = Dataset.from_list([{**row, "prompt": environment.episode(row).prompt} for row in rows])
+    runner = RolloutRunner(environment, chat, hints, settings.config, ())
+    trainer = ComposerGRPOTrainer(
+        model=model,
+        args=_grpo_config(settings),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=lora_config(settings),
+        composer_config=settings.config,
+        runner=runner,
+        lr_factor=lr_factor(
+            settings.scheduler,
+            max_steps=settings.max_steps,
+            warmup_steps=settings.warmup_steps,
+            decay_steps=settings.decay_steps,
+            min_factor=settings.min_lr / settings.lr if settings.lr else 0.0,
+        ),
+    )
+    runner.eos_token_ids = tuple(trainer.eos_token_ids)
+    return trainer, runner, heldout
+
+
+def _grpo_config(settings: HostSettings) -> Any:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    micro = min(settings.config.trl_host.micro_batch_size, settings.batch_size // processes)
+    if settings.group_size < 2:
+        raise ConfigError(
+            f"group_size must be at least 2, since advantages are taken against the group's mean; found {settings.group_size}"
+        )
+    if micro == 0 or settings.batch_size % (micro * processes):
+        raise ConfigError(
+            f"batch_size must be a multiple of micro_batch_size x processes; found batch_size {settings.batch_size}, "
+            f"micro_batch_size {micro}, {processes} processes; set trl_host.micro_batch_size"
+        )
+    if settings.batch_size % settings.group_size:
+        raise ConfigError(
+            f"batch_size must be a multiple of group_size; found {settings.batch_size} and {settings.group_size}"
+        )
+    if settings.optimizer not in _OPTIMIZERS:
+        raise ConfigError(
+            f"trainer.optim.type must be one of {', '.join(_OPTIMIZERS)} on the TRL host; found {settings.optimizer}"
+        )
+    gpu = torch.cuda.is_available()
+    return make_dr_grpo_config(
+        output_dir=str(settings.output_dir),
+        run_name=settings.run_name,
+        report_to="wandb" if settings.wandb_project else "none",
+        max_steps=settings.max_steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=settings.batch_size // (micro * processes),
+        num_generations=settings.group_size,
+        max_completion_length=settings.max_completion_tokens or 256,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k or 0,
+        min_p=settings.min_p,
+        optim=_OPTIMIZERS[settings.optimizer],
+        learning_rate=settings.lr,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_norm or 0.0,
+        save_strategy="steps",
+        save_steps=settings.ckpt_interval or settings.max_steps,
+        save_total_limit=settings.ckpt_keep_last,
+        logging_steps=1,
+        logging_first_step=True,
+        seed=settings.seed,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        bf16=gpu,
+        use_cpu=not gpu,
+        disable_tqdm=True,
+        dataloader_pin_memory=gpu,
+    )
+
+
+def _evaluate(
+    trainer: ComposerGRPOTrainer,
+    runner: RolloutRunner,
+    rows: list[dict[str, Any]],
+    settings: HostSettings,
+    writer: MetricsWriter,
+    console: Console,
+    when: str,
+) -> Evaluation | None:
+    if not rows:
+        return None
+    console.print(f"held-out evaluation ({when}): {len(rows)} prompts, without hints and with them", highlight=False)
+    result = evaluate(runner, rows, trainer.sample_turns, settings.seed)
+    if trainer.accelerator.is_main_process:
+        writer.write({"step": trainer.state.global_step, "evaluation": when, **result.as_metrics()})
+    return result
+
+
+def _checkpoint(settings: HostSettings) -> Path | None:
+    """The checkpoint folder that ``resume`` names, or None."""
+    if settings.resume is None:
+        return None
+    found = {
+        int(path.name.removeprefix("checkpoint-")): path
+        for path in settings.output_dir.glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
+    }
+    step = max(found, default=None) if settings.resume == "latest" else settings.resume
+    if step not in found:
+        have = ", ".join(map(str, sorted(found))) or "none"
+        raise ConfigError(
+            f"resume must name a checkpoint in {settings.output_dir}; found steps: {have}; asked for {settings.resume}"
+        )
+    return found[step]
+
+
+def _prepare_folder(settings: HostSettings, resuming: bool, console: Console) -> None:
+    folder = settings.output_dir
+    if not resuming and (folder / METRICS_FILE).exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        console.print(f"an earlier run was moved to {aside}", highlight=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESOLVED_FILE).write_text(settings.to_json(), encoding="utf-8")
+
+
+def _close(
+    console: Console,
+    settings: HostSettings,
+    runner: RolloutRunner,
+    report: ConsoleReport,
+    start: Evaluation | None,
+    end: Evaluation | None,
+) -> None:
+    summary = summarize(report.history, start, end)
+    print_summary(console, summary)
+    for reason, count in sorted(runner.dropped.items()):
+        console.print(f"error sites left out: {count} ({reason})", highlight=False)
+    names = [RESOLVED_FILE, METRICS_FILE, CURVES_FILE, *sorted(p.name for p in settings.output_dir.glob("checkpoint-*"))]
+    console.print(f"run folder: {settings.output_dir}  ({', '.join(names)})", highlight=False)
+
+
+def _quiet_libraries() -> None:
+    """Keep warnings that a user of this program can do nothing about off the terminal."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for message in (".*is_gradient_checkpointing.*", ".*lr_scheduler.step.*"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def resolved_json(settings: HostSettings) -> str:
+    """The settings as JSON."""
+    return json.dumps(settings.as_dict(), indent=2, default=str)

@@ -1,0 +1,224 @@
+"""Train the adapter that the live task starts from, ``warm_start/``.
+
+The embedded model knows neither the form of a command nor what a hint is for. This teaches it
+both, by supervised training on transcripts of the shell, and nothing about the mapping: every
+transcript names its commands afresh with random words, and neither the live task's commands nor
+the held-out names are ever among them. What cannot be known from the context (an unhinted
+command) has a random word as its target, so the model learns to try words, widely spread; what
+can be known (the name, the command after a hint) it learns to say.
+
+    python examples/shell/warm_start.py
+
+writes the adapter in a few minutes on two cores, the same for the same seed and machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import (
+    EXAMPLES,
+    HELDOUT_NAMES,
+    LIVE_MAPPING,
+    PROTECTED,
+    TRAIN_NAMES,
+    ShellEnvironment,
+)
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from composer_trl_host.embedded import MODEL_NAME, embedded_model
+from composer_trl_host.hints import ErrorContext, Message
+
+IGNORED = -100
+"""The label of a token that is context: it is read and not trained."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the adapter is trained with."""
+
+    steps: int = 150
+    batch: int = 8
+    learning_rate: float = 1e-3
+    rank: int = 8
+    hinted: float = 0.5
+    """The share of transcripts whose recovery follows a hint."""
+    literal: float = 0.3
+    """The share of first turns that repeat the request's own word, as the raw model does."""
+    seed: int = 0
+
+
+class Words:
+    """Random command words and names, from the tokenizer's own vocabulary."""
+
+    def __init__(self, vocabulary: dict[str, int], source: random.Random) -> None:
+        kept_out = {*LIVE_MAPPING, *LIVE_MAPPING.values(), *HELDOUT_NAMES, PROTECTED}
+        kept_out.update(word for example in EXAMPLES for word in example)
+        # A word that is one token both with a blank before it and without is a common one.
+        self._words = sorted(
+            word
+            for word in vocabulary
+            if word.isascii() and word.isalpha() and word.islower() and 3 <= len(word) <= 8
+            if f"Ġ{word}" in vocabulary and word not in kept_out
+        )
+        self._kept_out = kept_out
+        self._source = source
+
+    def command(self) -> str:
+        """A word, or a made-up one of two: what a hint names need not be known beforehand."""
+        if self._source.random() < 0.8:
+            return self._source.choice(self._words)
+        made_up = "".join(self._source.choice(self._words)[:4] for _ in range(2))
+        return self.command() if made_up in self._kept_out else made_up
+
+    def mapping(self) -> dict[str, str]:
+        """A command for every request word, all different."""
+        commands: set[str] = set()
+        while len(commands) < len(LIVE_MAPPING):
+            commands.add(self.command())
+        shuffled = sorted(commands)
+        self._source.shuffle(shuffled)
+        return dict(zip(LIVE_MAPPING, shuffled, strict=True))
+
+    def name(self) -> str:
+        """A training name, or any other word."""
+        return self._source.choice(TRAIN_NAMES if self._source.random() < 0.5 else self._words)
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation and, for each of its assistant turns, whether it is to be learned."""
+
+    messages: list[Message]
+    learned: list[bool]
+
+
+def transcript(words: Words, source: random.Random, settings: Settings) -> Transcript:
+    """One episode of a shell with random commands: a failed turn, perhaps a hint, a recovery."""
+    environment = ShellEnvironment(words.mapping())
+    verb = source.choice(list(LIVE_MAPPING))
+    name = words.name()
+    others = source.sample([other for other in TRAIN_NAMES if other != name], 3)
+    episode = environment.episode({"verb": verb, "name": name, "others": others})
+    right = f"{environment.mapping[verb]} {name}"
+
+    draw, learn_first = source.random(), True
+    if draw < 0.85:
+        first = f"{verb if source.random() < settings.literal else words.command()} {name}"
+    else:
+        # The other error kinds: hints are followed after them too, the mistakes are not learned.
+        command = source.choice(list(environment.mapping.values()))
+        first = source.choice([command, f"{command} {name} {others[0]}", f"{command} {words.name()}x"])
+        learn_first = False
+    messages: list[Message] = [*episode.prompt, {"role": "assistant", "content": first}]
+    reply = episode.step(first)
+    if reply.tool_error is None:
+        return Transcript(messages, [learn_first])
+    messages.extend(reply.messages)
+    if source.random() < settings.hinted:
+        hint = environment.hints.generate(
+            ErrorContext(reply.tool_error, messages[-1]["content"], first, messages, reply.details)
+        )
+        assert hint is not None  # every error of the shell has one
+        messages.append({"role": "user", "content": hint.text})
+    messages.append({"role": "assistant", "content": right})
+    return Transcript(messages, [learn_first, True])
+
+
+def encode(tokenizer: Any, sample: Transcript) -> tuple[list[int], list[int]]:
+    """Token ids and labels. Turns are cut where sampling cuts them, so ids match those of a rollout."""
+    ids: list[int] = []
+    labels: list[int] = []
+    rendered = ""
+    learned = iter(sample.learned)
+    for index, message in enumerate(sample.messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(
+            sample.messages[:index], tokenize=False, add_generation_prompt=True
+        )
+        context = tokenizer.encode(before.removeprefix(rendered), add_special_tokens=False)
+        turn = [*tokenizer.encode(message["content"], add_special_tokens=False), tokenizer.eos_token_id]
+        ids += context + turn
+        labels += [IGNORED] * len(context) + (turn if next(learned) else [IGNORED] * len(turn))
+        rendered = before + message["content"] + tokenizer.eos_token
+    return ids, labels
+
+
+def collate(rows: list[tuple[list[int], list[int]]], pad: int) -> dict[str, torch.Tensor]:
+    """Pad on the right to the longest row."""
+    width = max(len(ids) for ids, _ in rows)
+    return {
+        "input_ids": torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows]),
+        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]),
+        "labels": torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows]),
+    }
+
+
+def train(settings: Settings, out: Path) -> None:
+    """Train and write the adapter."""
+    torch.manual_seed(settings.seed)
+    source = random.Random(settings.seed)
+    folder = embedded_model()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapter = LoraConfig(
+        r=settings.rank,
+        lora_alpha=2 * settings.rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(base, adapter)
+    model.train()
+    words = Words(tokenizer.get_vocab(), source)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
+    for step in range(settings.steps):
+        # Up over a tenth of the steps, then down to zero.
+        warm = min(1.0, (step + 1) / (0.1 * settings.steps))
+        optimizer.param_groups[0]["lr"] = settings.learning_rate * warm * (1 - step / settings.steps)
+        rows = [encode(tokenizer, transcript(words, source, settings)) for _ in range(settings.batch)]
+        loss = model(**collate(rows, tokenizer.pad_token_id)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 10 == 0:
+            print(f"step {step + 1} of {settings.steps}, loss {loss.item():.3f}", flush=True)
+    save(model, out)
+
+
+def save(model: Any, out: Path) -> None:
+    """Write the adapter in bfloat16, with a config that names the model and no place."""
+    model.save_pretrained(out)
+    weights = out / "adapter_model.safetensors"
+    halved = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(weights).items()}
+    save_file(halved, weights, metadata={"format": "pt"})
+    config = out / "adapter_config.json"
+    fields = json.loads(config.read_text())
+    fields["base_model_name_or_path"] = MODEL_NAME
+    config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    (out / "README.md").unlink(missing_ok=True)  # peft's model card is an empty form
+
+
+def main() -> None:
+    """The command line."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(description="Train the adapter that the shell task starts from.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "warm_start")
+    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    chosen = parser.parse_args()
+    train(Settings(steps=chosen.steps, seed=chosen.seed), chosen.out)
+
+
+if __name__ == "__main__":
+    main()

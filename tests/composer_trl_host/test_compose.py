@@ -1,0 +1,230 @@
+"""compose_loss on a tiny Llama: against plain loops, against the plugin, and against itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+
+from composer_prime_plugin import ComposerConfig, LossInputs, loss_fn
+from composer_prime_plugin.errors import AlignmentError, LossInputError
+from composer_trl_host.alignment import ErrorSite, build_site_batch
+from composer_trl_host.compose import compose_loss
+
+RTOL64 = 1e-9
+"""Double precision, a few thousand additions: measured differences stay below 1e-12."""
+
+PROMPTS = [[3, 4, 5, 6], [7, 8], [9, 10, 11]]
+COMPLETIONS = [[20, 21, 22, 23, 24, 25, 26], [30, 31, 32, 33], [40, 41, 42, 43, 44]]
+SAMPLED = [[1, 1, 0, 0, 1, 1, 1], [1, 1, 0, 1], [1, 0, 1, 1, 1]]
+ADVANTAGES = [0.7, -0.4, 0.0]
+# Row 0 has two sites, row 1 none, row 2 one. Positions count prompt and completion.
+SITES = [
+    [ErrorSite(5, 6, 5, (50,), "a", "x"), ErrorSite(8, 11, 7, (51, 52, 53), "b", "x")],
+    [],
+    [ErrorSite(5, 8, 4, (54, 55), "a", "x")],
+]
+
+
+def make_batch(
+    rows: list[int] | None = None, with_sites: bool = True, with_inference: bool = True, extra_pad: int = 0
+) -> dict[str, Any]:
+    rows = list(range(3)) if rows is None else rows
+    left = max(len(PROMPTS[r]) for r in rows) + extra_pad
+    right = max(len(COMPLETIONS[r]) for r in rows)
+    ids = torch.zeros(len(rows), left + right, dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    completion = torch.zeros_like(ids, dtype=torch.bool)
+    response = torch.zeros_like(completion)
+    inference = torch.zeros(ids.shape, dtype=torch.float64)
+    offsets = []
+    for i, r in enumerate(rows):
+        start, size = left - len(PROMPTS[r]), len(COMPLETIONS[r])
+        offsets.append(start)
+        ids[i, start:left] = torch.tensor(PROMPTS[r])
+        ids[i, left : left + size] = torch.tensor(COMPLETIONS[r])
+        attention[i, start : left + size] = 1
+        completion[i, left : left + size] = True
+        response[i, left : left + size] = torch.tensor(SAMPLED[r]).bool()
+        generator = torch.Generator().manual_seed(r)
+        inference[i, left : left + size] = -5.5 + 0.4 * torch.randn(size, generator=generator, dtype=torch.float64)
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "completion_mask": completion,
+        "response_mask": response,
+        "advantages": torch.tensor([ADVANTAGES[r] for r in rows], dtype=torch.float64),
+        "inference_logprobs": inference if with_inference else None,
+    }
+    if with_sites:
+        real = [[*PROMPTS[r], *COMPLETIONS[r]] for r in rows]
+        batch.update(build_site_batch(real, [SITES[r] for r in rows], offsets, pad_token_id=0).as_batch())
+    return batch
+
+
+def config(**sdpo: Any) -> ComposerConfig:
+    return ComposerConfig(policy={"objective": "dr_grpo", "kl_tau": 0.05}, sdpo={"weight": 0.5, **sdpo})
+
+
+def gradient(model: torch.nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def reference(model: torch.nn.Module, sdpo_weight: float) -> tuple[torch.Tensor, float, int]:
+    """Both channels by plain loops over single, unpadded sequences; the divergence by its definition."""
+    policy = torch.zeros((), dtype=torch.float64)
+    divergence = torch.zeros((), dtype=torch.float64)
+    tokens = errors = 0
+    for r in range(3):
+        ids = PROMPTS[r] + COMPLETIONS[r]
+        logits = model(input_ids=torch.tensor([ids])).logits[0].double()
+        inference = make_batch()["inference_logprobs"][r][make_batch()["completion_mask"][r]]
+        for j, sampled in enumerate(SAMPLED[r]):
+            if not sampled:
+                continue
+            position = len(PROMPTS[r]) + j
+            logprob = log_softmax(logits[position - 1], -1)[ids[position]]
+            log_r = logprob - inference[j]
+            policy = policy + (-ADVANTAGES[r] * log_r.exp() + 0.05 * -log_r)
+            tokens += 1
+        for s in SITES[r]:
+            teacher_ids = ids[: s.splice_at] + list(s.hint_ids) + ids[s.splice_at : s.stop]
+            with torch.no_grad():
+                teacher = model(input_ids=torch.tensor([teacher_ids])).logits[0].double()
+            for position in range(s.start, s.stop):
+                p = logits[position - 1].softmax(-1)
+                q = teacher[position + len(s.hint_ids) - 1].softmax(-1)
+                m = 0.5 * p + 0.5 * q
+                divergence = divergence + 0.5 * (q * (q / m).log()).sum() + 0.5 * (p * (p / m).log()).sum()
+                errors += 1
+    return policy / tokens + sdpo_weight * divergence / tokens, float(divergence.detach()) / errors, errors
+
+
+def test_both_channels_equal_plain_loops_over_unpadded_sequences(model):
+    model = model.double()
+    result = compose_loss(model, make_batch(), config())
+    wanted, jsd, errors = reference(model, 0.5)
+    torch.testing.assert_close(result.loss, wanted, rtol=RTOL64, atol=0)
+    assert (result.sdpo_tokens, result.sdpo_sites, result.loss_tokens) == (errors, 3, 12)
+    assert math.isclose(float(result.sdpo_sum) / errors, jsd, rel_tol=1e-6)
+    torch.testing.assert_close(gradient(model, result.loss), gradient(model, wanted), rtol=1e-7, atol=1e-12)
+
+
+def test_there_is_one_student_forward(model):
+    calls: list[bool] = []
+    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    compose_loss(model, make_batch(), config())
+    assert calls == [True, False]  # the student with gradient, the teacher without
+
+
+def test_weight_zero_reproduces_channel_one_bit_for_bit(model):
+    off = compose_loss(model, make_batch(), config(weight=0.0)).loss
+    no_sites = compose_loss(model, make_batch(with_sites=False), config()).loss
+    warm = compose_loss(model, {**make_batch(), "step": 0}, config(warmup_steps=10)).loss
+    assert torch.equal(off, no_sites)
+    assert torch.equal(off, warm)
+    assert torch.equal(gradient(model, off), gradient(model, no_sites))
+
+
+def test_an_empty_hint_makes_the_divergence_exactly_zero_on_one_sequence(model):
+    batch = make_batch(rows=[2])
+    ids = PROMPTS[2] + COMPLETIONS[2]
+    site = ErrorSite(5, len(ids), 4, (), "a", "x")
+    batch.update(build_site_batch([ids], [[site]], [0], pad_token_id=0).as_batch())
+    result = compose_loss(model, batch, config())
+    assert result.sdpo_tokens == 3
+    assert float(result.sdpo_sum) == 0.0
+
+
+def test_padding_moves_nothing(model):
+    model = model.double()
+    plain = compose_loss(model, make_batch(), config())
+    padded = compose_loss(model, make_batch(extra_pad=5), config())
+    torch.testing.assert_close(plain.loss, padded.loss, rtol=RTOL64, atol=1e-14)
+
+
+@pytest.mark.parametrize("normalization", ["loss_tokens", "error_tokens"])
+@pytest.mark.parametrize("objective", ["dppo", "ipo", "dr_grpo"])
+@pytest.mark.parametrize("cut", [[[0], [1], [2]], [[2, 0], [1]], [[1], [0, 2]]])
+def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(model, cut, objective, normalization):
+    model = model.double()
+    settings = ComposerConfig(policy={"objective": objective}, sdpo={"weight": 0.5, "normalization": normalization})
+    counts = {"num_loss_tokens": 12, "num_error_tokens": 7}
+    whole = gradient(model, compose_loss(model, {**make_batch(), **counts}, settings).loss)
+    parts = sum(gradient(model, compose_loss(model, {**make_batch(rows), **counts}, settings).loss) for rows in cut)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-15)
+
+
+@pytest.mark.parametrize("objective", ["dppo", "ipo", "dr_grpo"])
+def test_the_policy_loss_equals_the_plugins_to_the_bit(model, objective):
+    """The same log-probs through PRIME-RL's loop over samples and its one division."""
+    settings = ComposerConfig(policy={"objective": objective, "kl_tau": 0.02})
+    batch = make_batch(with_sites=False)
+    result = compose_loss(model, batch, settings)
+    rows = [row.clone().requires_grad_() for row in result.trainer_logprobs]
+    total = rows[0].sum() * 0.0
+    for r, trainer in enumerate(rows):
+        mask = batch["completion_mask"][r]
+        inputs = LossInputs(
+            trainer_logprobs=trainer,
+            inference_logprobs=batch["inference_logprobs"][r][mask].float(),
+            ref_logprobs=None,
+            advantages=torch.full_like(trainer, ADVANTAGES[r]).detach(),
+            loss_mask=batch["response_mask"][r][mask],
+        )
+        total = total + loss_fn(inputs, policy={"objective": objective, "kl_tau": 0.02}).loss
+    assert (total / 12).detach().numpy().tobytes() == result.loss.detach().numpy().tobytes()
+
+
+def test_the_teachers_are_read_in_eval_mode_and_the_student_keeps_its_own(model):
+    model.train()
+    seen: list[bool] = []
+    model.register_forward_hook(lambda module, *_: seen.append(module.training))
+    compose_loss(model, make_batch(), config())
+    assert seen == [True, False]
+    assert model.training
+
+
+def test_sources_split_the_divergence(model):
+    result = compose_loss(model, make_batch(), config())
+    assert {name: count for name, (_, count) in result.sources.items()} == {"a": 4, "b": 3}
+    assert math.isclose(sum(total for total, _ in result.sources.values()), float(result.sdpo_sum), rel_tol=1e-5)
+
+
+def test_all_masked_rows_backpropagate_exact_zeros(model):
+    batch = make_batch(with_sites=False)
+    batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+    grads = gradient(model, compose_loss(model, batch, config()).loss)
+    assert torch.equal(grads, torch.zeros_like(grads))
+
+
+def test_a_misaligned_site_is_an_error_before_any_teacher_forward(model):
+    batch = make_batch()
+    batch["teacher_input_ids"][0, 6] = 5
+    with pytest.raises(AlignmentError, match="paired tokens must be equal"):
+        compose_loss(model, batch, config())
+
+
+def test_nan_in_inference_logprobs_is_named(model):
+    batch = make_batch()
+    row, column = batch["response_mask"].nonzero()[1].tolist()
+    batch["inference_logprobs"][row, column] = float("nan")
+    with pytest.raises(LossInputError, match="inference_logprobs must be finite at unmasked positions; found nan at position 1"):
+        compose_loss(model, batch, config())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"completion_mask": torch.ones(3, 11)}, "completion_mask must be bool"),
+        ({"response_mask": torch.ones(3, 5, dtype=torch.bool)}, "response_mask must have input_ids' shape"),
+        ({"response_mask": torch.ones(3, 11, dtype=torch.bool)}, "response_mask must lie inside completion_mask"),
+    ],
+)
+def test_bad_masks_are_named(model, change, message):
+    with pytest.raises(LossInputError, match=message):
+        compose_loss(model, {**make_batch(), **change}, config())
