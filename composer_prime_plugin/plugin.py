@@ -44,7 +44,7 @@ def loss_fn(inputs: Any, **kwargs: Any) -> Any:
     contract, among them a NaN at an unmasked position, which is named.
     """
     config = parse_kwargs(kwargs)
-    contract = _contract(type(inputs))
+    contract = _contract(inputs.__class__)
     check_sample(inputs)
     sdpo = config.sdpo
     if sdpo.active:

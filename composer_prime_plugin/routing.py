@@ -30,36 +30,43 @@ class Route:
     command: str
 
 
-def choose_backend(config: ComposerConfig, contract: LossContract | None, arguments: str = "@ rl.toml") -> Route:
+def choose_backend(
+    config: ComposerConfig, contract: LossContract | None, arguments: str = "@ rl.toml"
+) -> Route:
     """The route of ``config`` where ``contract`` is what the installed PRIME-RL hands a custom loss
     (None: not installed). ``arguments`` is what follows the command (``@ rl.toml --max-steps 5``)."""
     reasons: list[str] = []
+    weight = _weight(config)
     if config.sdpo.active:
         if contract is None:
-            reasons.append(
-                f"sdpo.weight = {config.sdpo.weight} needs full-vocabulary logits, and PRIME-RL is not installed"
-            )
+            reasons.append(f"{weight} needs full-vocabulary logits, and PRIME-RL is not installed")
         elif not contract.has_logits:
             reasons.append(
-                f"sdpo.weight = {config.sdpo.weight} needs full-vocabulary logits, and LossInputs of the installed "
+                f"{weight} needs full-vocabulary logits, and LossInputs of the installed "
                 f"PRIME-RL {contract.version} has no {' and no '.join(contract.missing_logits)}"
             )
     reasons += host_only_reasons(config, contract)
     if reasons:
         return Route("trl-host", tuple(reasons), f"{HOST_COMMAND} {arguments}")
     if config.sdpo.active and contract is not None:
-        reason = (
-            f"sdpo.weight = {config.sdpo.weight}, and the installed PRIME-RL {contract.version} hands over full logits"
-        )
+        reason = f"{weight}, and the installed PRIME-RL {contract.version} hands over full logits"
         return Route("prime-rl", (reason,), f"{PRIME_COMMAND} {arguments}")
     if contract is None:
         reason = (
-            "sdpo.weight = 0 needs channel 1 alone, but PRIME-RL is not installed; the TRL host trains the same "
-            "loss on one machine, PRIME-RL is the path to scale"
+            "sdpo.weight = 0 needs channel 1 alone, but PRIME-RL is not installed; the TRL host trains the "
+            "same loss on one machine, PRIME-RL is the path to scale"
         )
         return Route("trl-host", (reason,), f"{HOST_COMMAND} {arguments}")
     reason = f"sdpo.weight = 0 needs channel 1 alone, and PRIME-RL {contract.version} is installed"
     return Route("prime-rl", (reason,), f"{PRIME_COMMAND} {arguments}")
+
+
+def _weight(config: ComposerConfig) -> str:
+    """The factor that makes channel 2 active, which in a warm-up to 0 is ``weight_start``."""
+    sdpo = config.sdpo
+    if sdpo.weight == 0 and sdpo.active:
+        return f"sdpo.weight_start = {sdpo.weight_start}"
+    return f"sdpo.weight = {sdpo.weight}"
 
 
 def host_only_reasons(config: ComposerConfig, contract: LossContract | None) -> list[str]:
@@ -72,11 +79,13 @@ def host_only_reasons(config: ComposerConfig, contract: LossContract | None) -> 
         return reasons
     if sdpo.normalization == "error_tokens":
         reasons.append(
-            'sdpo.normalization = "error_tokens" divides by the error tokens of all ranks; PRIME-RL divides by rl tokens'
+            'sdpo.normalization = "error_tokens" divides by the error tokens of all ranks; PRIME-RL divides '
+            "by rl tokens"
         )
     if sdpo.warmup_steps > 0 and not (contract is not None and contract.has_step):
         reasons.append(
-            f"sdpo.warmup_steps = {sdpo.warmup_steps} needs the optimizer step, which a custom loss is not given"
+            f"sdpo.warmup_steps = {sdpo.warmup_steps} needs the optimizer step, which a custom loss is not "
+            "given"
         )
     host = config.trl_host
     if host.environment is not None or host.hints is not None:
@@ -93,8 +102,8 @@ def sdpo_unavailable(config: ComposerConfig, contract: LossContract) -> SDPOUnav
     what: list[str] = []
     if not contract.has_logits:
         what.append(
-            f"LossInputs has no {' and no '.join(contract.missing_logits)} (per-token log-probs are not enough for a "
-            "divergence between full distributions)"
+            f"LossInputs has no {' and no '.join(contract.missing_logits)} (per-token log-probs are not "
+            "enough for a divergence between full distributions)"
         )
     if config.sdpo.normalization == "error_tokens":
         what.append('sdpo.normalization = "error_tokens" needs counts over all ranks')
@@ -104,6 +113,7 @@ def sdpo_unavailable(config: ComposerConfig, contract: LossContract) -> SDPOUnav
         return None
     version = contract.version or "not installed"
     return SDPOUnavailableError(
-        f"sdpo.weight = {config.sdpo.weight} cannot run on this trainer (PRIME-RL {version}): {'; '.join(what)}. "
-        f"Run the same TOML on the TRL host: {HOST_COMMAND} @ rl.toml; or set sdpo.weight = 0 to train channel 1 alone"
+        f"{_weight(config)} cannot run on this trainer (PRIME-RL {version}): {'; '.join(what)}. "
+        f"Run the same TOML on the TRL host: {HOST_COMMAND} @ rl.toml; or set sdpo.weight = 0 to train "
+        "channel 1 alone"
     )

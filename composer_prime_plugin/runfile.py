@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, ValidationError
-from pydantic_config import BaseConfig, cli
+from pydantic import ValidationError
 
 from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import ConfigError
@@ -25,45 +24,30 @@ IMPORT_PATHS = ("composer_prime_plugin.loss_fn", "composer_prime_plugin.plugin.l
 KWARGS_TABLE = "trainer.loss.kwargs"
 EXAMPLE = "@ rl.toml"
 
-OPTIONAL_TABLES = frozenset(
-    """
-    ckpt trainer.ckpt orchestrator.ckpt resume trainer.resume orchestrator.resume
-    wandb trainer.wandb orchestrator.wandb monitors monitors.wandb monitors.file monitors.prime
-    trainer.monitors.wandb trainer.monitors.file orchestrator.monitors.wandb orchestrator.monitors.file
-    orchestrator.monitors.prime orchestrator.prime_monitor file_monitor trainer.file_monitor
-    orchestrator.file_monitor inference teacher_inference model tokenizer slurm weight_broadcast
-    trainer.model.ac trainer.model.ac_offloading trainer.model.compile trainer.model.lora
-    trainer.model.vlm model.vlm trainer.model.index_cache trainer.model.quantization
-    trainer.model.full_offload trainer.data.fake trainer.gc trainer.heartbeat trainer.metrics_server
-    trainer.bench trainer.ckpt.weights orchestrator.eval orchestrator.val orchestrator.heartbeat
-    orchestrator.model.lora orchestrator.advantage
-    """.split()
-)
-"""Tables that PRIME-RL may have or not: ``--wandb`` switches one on, ``--no-wandb`` sets it to null."""
-
-TEXT_KEYS = frozenset(
-    "name dir output_dir project entity group path type import_path chat_template environment hints adapter".split()
-)
-"""Last parts of keys whose value stays text on the command line: ``--run.name 1e3`` is a name."""
-
-NUMBER_KEYS = frozenset(
-    """
-    max_steps seq_len batch_size token_batch_size group_size rollouts_per_example max_off_policy_steps
-    max_async_level temperature max_tokens max_completion_tokens top_p top_k min_p seed lr weight_decay
-    max_norm betas1 betas2 momentum warmup_steps decay_steps min_lr rank alpha dropout interval keep_last
-    keep_interval resume_step step weight weight_start jsd_beta token_clip kl_tau adv_tau
-    """.split()
-)
-"""Last parts of keys that take a number: without a value they are a mistake, never a switch."""
+# Without the release's schema a bare flag is told apart by the last part of its key.
+_TABLE_NAMES = """
+ckpt resume wandb monitors file prime prime_monitor file_monitor inference teacher_inference model tokenizer
+slurm weight_broadcast ac ac_offloading compile lora vlm index_cache quantization full_offload fake gc
+heartbeat metrics_server weights eval val advantage
+"""
+_TEXT_NAMES = """
+name dir output_dir project entity group path type import_path chat_template environment hints adapter
+"""
+_NUMBER_NAMES = """
+max_steps seq_len batch_size token_batch_size group_size rollouts_per_example max_off_policy_steps
+max_async_level temperature max_tokens max_completion_tokens top_p top_k min_p seed lr weight_decay max_norm
+betas1 betas2 momentum warmup_steps decay_steps min_lr rank alpha dropout interval keep_last keep_interval
+resume_step step weight weight_start jsd_beta token_clip kl_tau adv_tau
+"""
+OPTIONAL_TABLES = frozenset(_TABLE_NAMES.split())
+"""Tables that a run may have or not: ``--wandb`` switches one on, ``--no-wandb`` sets it to null."""
+TEXT_KEYS = frozenset(_TEXT_NAMES.split())
+"""Keys whose value stays text: ``--run.name 1e3`` is a name."""
+NUMBER_KEYS = frozenset(_NUMBER_NAMES.split())
+"""Keys that take a number: without a value they are a mistake, never a switch."""
 
 DISPLAY_FLAGS = ("--plain", "--no-wide")
 """Flags of PRIME-RL's command line about its own output; they set no key."""
-
-
-class _AnyTables(BaseConfig):
-    """A schema that takes every table: the releases of PRIME-RL differ, and ours is checked afterwards."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 @dataclass(frozen=True)
@@ -94,10 +78,15 @@ def load_run(arguments: Sequence[str]) -> RunFile:
     """Read ``arguments`` (what follows ``composer-rl run``). Raises ``ConfigError`` with one sentence."""
     files, rest = _files(list(arguments))
     if not files:
-        raise ConfigError(f"a run needs a TOML, and no `@ file` was given; write for example {EXAMPLE}")
-    for file in files:
-        _check_toml(file.path)
+        found = f"found {' '.join(arguments)!r}" if arguments else "found no arguments"
+        raise ConfigError(f"a run needs a TOML, given as `@ file`; {found}; write for example {EXAMPLE}")
     document = _none_strings(_layered(files))
+    if "trainer" not in document and all(file.section for file in files):
+        section = files[0].section
+        raise ConfigError(
+            f"a run needs a TOML for the root; found one for the section {section} alone, since "
+            f"`--flag @ file` fills a section; write `@ {files[0].path}` before the flags"
+        )
     for override in _overrides(rest):
         _assign(document, override)
     return RunFile(
@@ -132,14 +121,18 @@ def _files(arguments: list[str]) -> tuple[list[_File], list[str]]:
             raise ConfigError(
                 f"`@` and the path of a TOML are two words, found {word!r}; write `@ {word[1:]}`"
             )
-        elif word.startswith("--") and following[:1] == ["@"]:
+        elif not word.startswith("--") or word.startswith("--no-") or "=" in word:
+            # Complete by itself, so a file behind it is not its section.
+            rest.append(word)
+            position += 1
+        elif following[:1] == ["@"]:
             if len(following) < 2:
                 raise ConfigError(
                     f"`{word} @` must be followed by the path of a TOML; write for example {word} @ part.toml"
                 )
             files.append(_File(snake(word[2:]), Path(following[1])))
             position += 3
-        elif word.startswith("--") and following and following[0].startswith("@"):
+        elif following and following[0].startswith("@"):
             files.append(_File(snake(word[2:]), Path(following[0][1:])))
             position += 2
         else:
@@ -148,8 +141,8 @@ def _files(arguments: list[str]) -> tuple[list[_File], list[str]]:
     return files, rest
 
 
-def _check_toml(path: Path) -> None:
-    """Refuse what cannot be read as a TOML, with the reason in one sentence."""
+def _read_toml(path: Path) -> dict[str, Any]:
+    """The tables of ``path``; what cannot be read as a TOML is refused in one sentence."""
     if path.suffix != ".toml":
         raise ConfigError(
             f"`@` takes a file that ends in .toml; found {str(path)!r}; give the path of a TOML"
@@ -160,7 +153,7 @@ def _check_toml(path: Path) -> None:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no file {str(path)!r} in {str(Path.cwd())!r}; give the path of an existing TOML after `@`"
+            f"`@` takes an existing file; there is no {str(path)!r} in {str(Path.cwd())!r}; correct the path"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -171,17 +164,35 @@ def _check_toml(path: Path) -> None:
             f"{str(path)!r} cannot be read ({error.strerror}); give the path of a readable TOML"
         ) from None
     try:
-        tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{str(path)!r} must be a TOML, and is not: {error}; correct that place") from None
 
 
 def _layered(files: list[_File]) -> dict[str, Any]:
     """The files in PRIME-RL's order of precedence: later over earlier, sections over the root."""
-    words: list[str] = []
+    merged: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {}
     for file in files:
-        words += ["@", str(file.path)] if not file.section else [f"--{file.section}", "@", str(file.path)]
-    return cli(_AnyTables, args=words).model_dump()
+        tables = _read_toml(file.path)
+        if file.section:
+            sections[file.section] = tables
+        else:
+            merged = _merged(merged, tables)
+    for section, tables in sections.items():
+        for part in reversed(section.split(".")):
+            tables = {part: tables}
+        merged = _merged(merged, tables)
+    return merged
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` laid over ``base``, table by table; neither is changed."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
 
 
 def _none_strings(value: Any) -> Any:
@@ -216,7 +227,8 @@ def _overrides(words: list[str]) -> Iterator[_Override]:
             )
         if not all(key.split(".")):
             raise ConfigError(
-                f"an override names a dotted key; found {words[position]!r}; write for example --trainer.optim.lr 1e-5"
+                f"an override names a dotted key; found {words[position]!r}; write for example "
+                "--trainer.optim.lr 1e-5"
             )
         position += 1
         values: list[str] = [text] if equals else []
@@ -231,10 +243,11 @@ def _overrides(words: list[str]) -> Iterator[_Override]:
         if values:
             yield _Override(flag, key, _value(flag, last, values))
         elif flag.startswith("--no-"):
-            negated = key.removeprefix("no_")
-            yield _Override(flag, negated, None if negated in OPTIONAL_TABLES else False)
+            yield _Override(
+                flag, key.removeprefix("no_"), None if last.removeprefix("no_") in OPTIONAL_TABLES else False
+            )
         else:
-            yield _Override(flag, key, {} if key in OPTIONAL_TABLES else True)
+            yield _Override(flag, key, {} if last in OPTIONAL_TABLES else True)
 
 
 def _value(flag: str, last: str, values: list[str]) -> Any:
@@ -284,21 +297,20 @@ def _assign(document: dict[str, Any], override: _Override) -> None:
             inner = table[part] = {}
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"{override.flag} sets a key of the table {'.'.join(parts[:depth])}; the TOML has {inner!r} there; "
-                "make it a table or drop the override"
+                f"{override.flag} sets a key of the table {'.'.join(parts[:depth])}; the TOML has {inner!r} "
+                "there; make it a table or drop the override"
             )
         table = inner
     existing = table.get(parts[-1])
     if isinstance(existing, dict):
         if isinstance(override.value, dict):
-            for key, value in override.value.items():
-                _assign(existing, _Override(override.flag, key, value))
+            table[parts[-1]] = _merged(existing, override.value)
         elif override.value is None or override.value is False:
             table[parts[-1]] = None
         elif override.value is not True:
             raise ConfigError(
-                f"{override.flag} names a table, and its keys are set one by one; found {override.value!r}; write "
-                f"for example {override.flag}.{next(iter(existing), 'key')} VALUE"
+                f"{override.flag} names a table, and its keys are set one by one; found {override.value!r}; "
+                f"write for example {override.flag}.{next(iter(existing), 'key')} VALUE"
             )
     else:
         table[parts[-1]] = override.value

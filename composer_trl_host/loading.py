@@ -94,11 +94,14 @@ def _merge_adapter(model: Any, folder: Path) -> Any:
             f"trl_host.adapter must name a LoRA adapter folder, relative to the TOML; {folder} has no adapter_config.json"
         )
     try:
-        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"trl_host.adapter must fit the model; {folder} does not: {_first_line(error)}; remove it or use its own model"
         ) from error
+    # PEFT froze the base weights, and merging leaves them frozen.
+    merged.requires_grad_(True)
+    return merged
 
 
 def lora_config(settings: HostSettings) -> Any:

@@ -52,7 +52,8 @@ class _Failure:
 class RolloutRunner:
     """Plays an environment's rows with a generator of turns.
 
-    ``dropped`` counts by reason the error sites that got no hint and so train nothing.
+    ``longest_context`` is the most tokens a turn may start from (None: no limit); a longer episode
+    ends there. ``dropped`` counts by reason the error sites that train nothing and such ends.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class RolloutRunner:
         hints: HintGenerator | None,
         config: ComposerConfig,
         eos_token_ids: Sequence[int],
+        longest_context: int | None = None,
     ) -> None:
+        self.longest_context = longest_context
         self.environment = environment
         self.chat = chat
         self.hints = hints
@@ -79,6 +82,7 @@ class RolloutRunner:
         failures: dict[int, _Failure] = {}
         active = list(range(len(rows)))
         for turn in range(self.config.trl_host.max_turns):
+            active = [i for i in active if self._has_room(rollouts[i])]
             if not active:
                 break
             contexts = [self._context(rollouts[i], failures.get(i), show_hints) for i in active]
@@ -96,6 +100,13 @@ class RolloutRunner:
             rollout.reward = float(episode.reward())
             rollout.solved = bool(episode.solved())
         return rollouts
+
+    def _has_room(self, rollout: Rollout) -> bool:
+        length = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        if self.longest_context is None or length <= self.longest_context:
+            return True
+        self.dropped["episode ended: no room for a turn in seq_len"] += 1
+        return False
 
     def _context(self, rollout: Rollout, failure: _Failure | None, show_hints: bool) -> list[int]:
         ids = [*rollout.prompt_ids, *rollout.completion_ids]

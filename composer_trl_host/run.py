@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import warnings
@@ -37,6 +38,8 @@ from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
 RESOLVED_FILE = "config.json"
 INTERRUPTED = 130
 _OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
+DEFAULT_SEQ_LEN = 2048
+"""PRIME-RL's. Read only where neither ``seq_len`` nor a limit on a turn's tokens is set."""
 
 
 def run_host(run: RunFile, console: Console | None = None) -> int:
@@ -49,7 +52,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     console = console or Console(soft_wrap=True)
     settings = HostSettings.from_run(run)
     for item in settings.unhonoured:
-        console.print(f"not honoured by the TRL host: {item.key} ({item.reason})", highlight=False, markup=False)
+        console.print(f"not honoured by the TRL host: {item}", highlight=False, markup=False)
     _quiet_libraries()
     set_seed(settings.seed)
     trainer, runner, heldout = build(settings)
@@ -58,7 +61,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     if main:
         _prepare_folder(settings, resuming=checkpoint is not None, console=console)
     trainer.accelerator.wait_for_everyone()
-    writer = MetricsWriter(settings.output_dir / METRICS_FILE)
+    writer = MetricsWriter(settings.run_dir / METRICS_FILE)
     report = ConsoleReport(console, settings.max_steps)
     stop = GracefulStop(console)
     trainer.remove_callback(PrinterCallback)
@@ -73,7 +76,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
         stop.restore()
         writer.close()
         if main and report.history:
-            draw_curves(report.history, settings.output_dir / CURVES_FILE)
+            draw_curves(report.history, settings.run_dir / CURVES_FILE)
     if main:
         _close(console, settings, runner, report, start, end)
     if stop.asked:
@@ -104,12 +107,14 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
     model, tokenizer, _ = load_model(settings)
     chat = Chat(tokenizer)
     rows = environment.rows("train", host.train_rows, settings.seed)
+    turn_tokens = _turn_tokens(settings, [len(chat.prompt_ids(environment.episode(row).prompt)) for row in rows])
     heldout = environment.rows("heldout", host.heldout_rows, settings.seed) if host.heldout_rows else []
     dataset = Dataset.from_list([{**row, "prompt": environment.episode(row).prompt} for row in rows])
-    runner = RolloutRunner(environment, chat, hints, settings.config, ())
+    longest_context = None if settings.seq_len is None else settings.seq_len - turn_tokens
+    runner = RolloutRunner(environment, chat, hints, settings.config, (), longest_context)
     trainer = ComposerGRPOTrainer(
         model=model,
-        args=_grpo_config(settings),
+        args=_grpo_config(settings, turn_tokens),
         train_dataset=dataset,
         processing_class=tokenizer,
         peft_config=lora_config(settings),
@@ -124,12 +129,33 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
         ),
     )
     runner.eos_token_ids = tuple(trainer.eos_token_ids)
+    if settings.optimizer == "sgd":
+        # transformers' own "sgd" has no momentum.
+        sgd = {"lr": settings.lr, "momentum": settings.momentum, "nesterov": settings.nesterov}
+        trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, sgd)
     return trainer, runner, heldout
 
 
-def _grpo_config(settings: HostSettings) -> Any:
+def _turn_tokens(settings: HostSettings, prompt_lengths: list[int]) -> int:
+    """Tokens that one turn of the model may take. Unset, the room behind the longest prompt is shared
+    between the turns."""
+    if settings.max_completion_tokens is not None:
+        return settings.max_completion_tokens
+    seq_len = settings.seq_len or DEFAULT_SEQ_LEN
+    room = (seq_len - max(prompt_lengths)) // settings.config.trl_host.max_turns
+    if room < 1:
+        raise ConfigError(
+            f"seq_len must leave room for {settings.config.trl_host.max_turns} turns behind the longest prompt of "
+            f"{max(prompt_lengths)} tokens; found {seq_len}; raise seq_len or set max_completion_tokens"
+        )
+    return room
+
+
+def _grpo_config(settings: HostSettings, turn_tokens: int) -> Any:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     micro = min(settings.config.trl_host.micro_batch_size, settings.batch_size // processes)
+    if settings.wandb_project is not None:
+        os.environ["WANDB_PROJECT"] = settings.wandb_project
     if settings.group_size < 2:
         raise ConfigError(
             f"group_size must be at least 2, since advantages are taken against the group's mean; found {settings.group_size}"
@@ -143,20 +169,16 @@ def _grpo_config(settings: HostSettings) -> Any:
         raise ConfigError(
             f"batch_size must be a multiple of group_size; found {settings.batch_size} and {settings.group_size}"
         )
-    if settings.optimizer not in _OPTIMIZERS:
-        raise ConfigError(
-            f"trainer.optim.type must be one of {', '.join(_OPTIMIZERS)} on the TRL host; found {settings.optimizer}"
-        )
     gpu = torch.cuda.is_available()
     return make_dr_grpo_config(
-        output_dir=str(settings.output_dir),
+        output_dir=str(settings.run_dir),
         run_name=settings.run_name,
         report_to="wandb" if settings.wandb_project else "none",
         max_steps=settings.max_steps,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=settings.batch_size // (micro * processes),
         num_generations=settings.group_size,
-        max_completion_length=settings.max_completion_tokens or 256,
+        max_completion_length=turn_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k or 0,
@@ -205,20 +227,20 @@ def _checkpoint(settings: HostSettings) -> Path | None:
         return None
     found = {
         int(path.name.removeprefix("checkpoint-")): path
-        for path in settings.output_dir.glob("checkpoint-*")
+        for path in settings.run_dir.glob("checkpoint-*")
         if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
     }
     step = max(found, default=None) if settings.resume == "latest" else settings.resume
     if step not in found:
         have = ", ".join(map(str, sorted(found))) or "none"
         raise ConfigError(
-            f"resume must name a checkpoint in {settings.output_dir}; found steps: {have}; asked for {settings.resume}"
+            f"resume must name a checkpoint in {settings.run_dir}; found steps: {have}; asked for {settings.resume}"
         )
     return found[step]
 
 
 def _prepare_folder(settings: HostSettings, resuming: bool, console: Console) -> None:
-    folder = settings.output_dir
+    folder = settings.run_dir
     if not resuming and (folder / METRICS_FILE).exists():
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -226,7 +248,7 @@ def _prepare_folder(settings: HostSettings, resuming: bool, console: Console) ->
         folder.rename(aside)
         console.print(f"an earlier run was moved to {aside}", highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESOLVED_FILE).write_text(settings.to_json(), encoding="utf-8")
+    (folder / RESOLVED_FILE).write_text(resolved_json(settings), encoding="utf-8")
 
 
 def _close(
@@ -241,8 +263,8 @@ def _close(
     print_summary(console, summary)
     for reason, count in sorted(runner.dropped.items()):
         console.print(f"error sites left out: {count} ({reason})", highlight=False)
-    names = [RESOLVED_FILE, METRICS_FILE, CURVES_FILE, *sorted(p.name for p in settings.output_dir.glob("checkpoint-*"))]
-    console.print(f"run folder: {settings.output_dir}  ({', '.join(names)})", highlight=False)
+    names = [RESOLVED_FILE, METRICS_FILE, CURVES_FILE, *sorted(p.name for p in settings.run_dir.glob("checkpoint-*"))]
+    console.print(f"run folder: {settings.run_dir}  ({', '.join(names)})", highlight=False)
 
 
 def _quiet_libraries() -> None:
@@ -254,10 +276,14 @@ def _quiet_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for message in (".*is_gradient_checkpointing.*", ".*lr_scheduler.step.*"):
+    for message in (".*gradient_checkpointing.* is deprecated.*", ".*lr_scheduler.step.*"):
         warnings.filterwarnings("ignore", message=message)
 
 
 def resolved_json(settings: HostSettings) -> str:
-    """The settings as JSON."""
-    return json.dumps(settings.as_dict(), indent=2, default=str)
+    """The settings as JSON, the composer table with every default spelt out."""
+    fields = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
+    fields["config"] = settings.config.model_dump()
+    fields["lora"] = None if settings.lora is None else dataclasses.asdict(settings.lora)
+    fields["unhonoured"] = [str(item) for item in settings.unhonoured]
+    return json.dumps(fields, indent=2, default=str) + "\n"

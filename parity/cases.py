@@ -150,10 +150,15 @@ def _float32_cases(objective: Objective, weighted: bool) -> Iterator[Case]:
             name = next(iter(knobs)) if len(knobs) == 1 else f"several {number}"
             yield case("knobs", name, length=length, knobs=knobs, teacher="teacher_tau" in knobs)
     for length in (1, 7, LONG, LONGEST):
-        yield case("lengths", "masked at random" if length > 1 else "one token", length=length, mask=_mask(length))
-    # A probability change of exactly +-1 in either dtype (exp(-20) is below half of 1's last bit), and of exactly 0.
+        yield case(
+            "lengths", "masked at random" if length > 1 else "one token", length=length, mask=_mask(length)
+        )
+    # A probability change of exactly +-1 in either dtype (exp(-20) is below half of 1's last bit), and
+    # of exactly 0.
     thresholds = _THRESHOLDS[objective]
-    yield case("boundary", "change of one", ratios="boundary", mask="full", knobs=dict.fromkeys(thresholds, 1.0))
+    yield case(
+        "boundary", "change of one", ratios="boundary", mask="full", knobs=dict.fromkeys(thresholds, 1.0)
+    )
     yield case("boundary", "no change", ratios="on-policy", mask="full", knobs=dict.fromkeys(thresholds, 0.0))
     streams = ["trainer_logprobs", "inference_logprobs", "advantages"]
     streams += ["teacher_logprobs"] if objective == "ipo-two" else []
@@ -198,7 +203,9 @@ def build(case: Case) -> Inputs:
     share = {"random": 0.7, "empty": 0.0, "full": 1.0, "sparse": 0.05}[case.mask]
     loss_mask = draw.uniform(n) < share
     mixed_weights = torch.where(draw.uniform(n) < 0.2, 0.0, 3.0 * draw.uniform(n))
-    weights = {None: None, "ones": torch.ones(n), "zeros": torch.zeros(n), "mixed": mixed_weights}[case.weights]
+    weights = {None: None, "ones": torch.ones(n), "zeros": torch.zeros(n), "mixed": mixed_weights}[
+        case.weights
+    ]
     teacher = -6.0 * draw.uniform(n)
     dtype = DTYPES[case.dtype]
     inputs: Inputs = {
@@ -218,9 +225,10 @@ def build(case: Case) -> Inputs:
     return inputs
 
 
-def zeroed(case: Case) -> Inputs:
-    """The sample of ``case`` with zeros in every stream at its poisoned (masked) positions."""
-    inputs = build(case)
+def zeroed(case: Case, inputs: Inputs) -> Inputs:
+    """``inputs`` with zeros in every stream at the poisoned (masked) positions of ``case``."""
+    if case.poison is None:
+        return inputs
     mask = inputs["loss_mask"]
     assert mask is not None
     return {

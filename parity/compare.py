@@ -72,7 +72,9 @@ def differences(expected: Outcome, found: Outcome) -> Differences:
 
 def differences_in_ulps(expected: Outcome, found: Outcome, scales: Scales) -> Differences:
     """Within ``tolerances``; dtypes, shapes and names still exactly."""
-    out = Differences(gradient=_near("gradient", "gradient", expected.gradient, found.gradient, scales.gradient))
+    out = Differences(
+        gradient=_near("gradient", "gradient", expected.gradient, found.gradient, scales.gradient)
+    )
     out.loss = _near("loss", "loss", expected.loss, found.loss, scales.loss)
     out.metrics = _names(expected, found)
     for name in expected.metrics.keys() & found.metrics.keys():
@@ -90,7 +92,8 @@ def _names(expected: Outcome, found: Outcome) -> list[str]:
 def _form(name: str, expected: Tensor, found: Tensor) -> list[str]:
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return [
-            f"{name}: expected {expected.dtype} {tuple(expected.shape)}; found {found.dtype} {tuple(found.shape)}"
+            f"{name}: expected {expected.dtype} {tuple(expected.shape)}; "
+            f"found {found.dtype} {tuple(found.shape)}"
         ]
     return []
 
@@ -99,7 +102,7 @@ def _bits(name: str, expected: Tensor, found: Tensor) -> list[str]:
     form = _form(name, expected, found)
     if form or tensor_bytes(expected) == tensor_bytes(found):
         return form
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
     unequal = expected.contiguous().view(integers) != found.contiguous().view(integers)
     return [_say(name, expected, found, unequal)]
 
@@ -116,7 +119,8 @@ def _say(name: str, expected: Tensor, found: Tensor, unequal: Tensor) -> str:
     where = int(unequal.reshape(-1).nonzero()[0])
     at = f" at position {where} ({int(unequal.sum())} of {unequal.numel()} differ)" if expected.dim() else ""
     values = [float(side.reshape(-1)[where]) for side in (expected, found)]
-    return f"{name}{at}: expected {values[0]!r}; found {values[1]!r} (signed difference {values[1] - values[0]:.3g})"
+    gap = f"signed difference {values[1] - values[0]:.3g}"
+    return f"{name}{at}: expected {values[0]!r}; found {values[1]!r} ({gap})"
 
 
 def case_note(case: Case, message: str) -> str:

@@ -126,8 +126,8 @@ def check_checkout(root: Path) -> None:
     """Raise ``ConfigError`` unless ``root`` is the root of a PRIME-RL checkout."""
     if not (root / LOSS_FILE).is_file():
         raise ConfigError(
-            f"--prime-rl must be the root of a PRIME-RL checkout, which holds {LOSS_FILE}; found none under {root}; "
-            "clone https://github.com/PrimeIntellect-ai/prime-rl and give that folder"
+            f"--prime-rl must be the root of a PRIME-RL checkout, which holds {LOSS_FILE}; found none under "
+            f"{root}; clone https://github.com/PrimeIntellect-ai/prime-rl and give that folder"
         )
 
 
@@ -138,7 +138,9 @@ def identify(root: Path, name: str | None = None) -> Identity:
     if name is not None:
         release = by_name(name)
         if commit is not None and commit != release.commit:
-            raise ConfigError(f"{root} must be at {name}'s commit {release.commit}; found {commit}; drop --release")
+            raise ConfigError(
+                f"{root} must be at {name}'s commit {release.commit}; found {commit}; drop --release"
+            )
         return _checked(release, loss)
     if commit is not None:
         known = [release for release in RELEASES if release.commit == commit]
@@ -168,7 +170,9 @@ def _checked(release: Release, loss_sha256: str) -> Identity:
 def _commit(root: Path) -> str | None:
     if not (root / ".git").exists():
         return None
-    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from parity.cases import Case, Inputs
 
 ULPS: dict[str, dict[torch.dtype, float]] = {
-    # Measured between AVX512 and the other capabilities of one machine (docs/parity.md): at most
-    # a third of each bound. bfloat16 rounds a float32 sum once, so it needs the fewest.
+    # Measured: between the AVX512, AVX2 and DEFAULT kernels of torch 2.13.0 on one machine no bit differs;
+    # an objective whose exp is off by one unit in the last place everywhere uses 1.4 of these at most.
     "loss": {torch.float32: 4.0, torch.bfloat16: 2.0},
     "metric": {torch.float32: 4.0, torch.bfloat16: 2.0},
     "gradient": {torch.float32: 4.0, torch.bfloat16: 4.0},
@@ -35,7 +35,7 @@ class Scales:
 
 
 def scales(case: Case, inputs: Inputs) -> Scales:
-    """The sum of absolute per-token terms, and each token's absolute gradient terms, trust region left out."""
+    """The sum of absolute per-token terms, and each token's own, trust region left out."""
     stream = {name: value.double() for name, value in inputs.items() if value is not None}
     knobs = case.policy
     trainer = stream["trainer_logprobs"]
@@ -51,7 +51,7 @@ def scales(case: Case, inputs: Inputs) -> Scales:
 
 
 def metric_scale(value: Tensor) -> Tensor:
-    """Of a mean of ``r - log r - 1`` from its value: ``r + |log r| + 1 <= 2 * (r - log r - 1) + 4`` for each token."""
+    """Of a mean of ``r - log r - 1``, from its value: ``r + |log r| + 1 <= 2 * (r - log r - 1) + 4``."""
     return 2.0 * value.double().abs() + 4.0
 
 
