@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic_config import BaseConfig
 
 Objective = Literal["dppo", "ipo", "dr_grpo"]
 KLEstimator = Literal["k1", "squared", "k3"]
@@ -18,8 +19,8 @@ HintRole = Literal["system", "user", "tool_result"]
 DEFAULT_KL_ESTIMATOR: dict[Objective, KLEstimator] = {"dppo": "squared", "ipo": "squared", "dr_grpo": "k1"}
 
 
-class _Table(BaseModel):
-    """A table that refuses unknown keys and names the ones it knows."""
+class _Table(BaseConfig):
+    """A table of PRIME-RL's own kind ("None" is null) that names its keys when it refuses one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -28,8 +29,7 @@ class _Table(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        # PRIME-RL's TOMLs write null as "None".
-        data = {key: None if value == "None" else value for key, value in data.items()}
+        data = dict(data)
         known: set[str] = set()
         for name, field in cls.model_fields.items():
             known.add(name)

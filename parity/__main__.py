@@ -117,10 +117,10 @@ def _compare(checkouts: list[tuple[Path | None, Identity]], folder: Path, summar
     by_release = {release.name: golden.load(release, folder) for release in RELEASES}
     rows: list[FamilyResult] = []
     alive = {identity.release.name for _, identity in checkouts if identity.release is not None}
-    for name, recorded in by_release.items():
-        rows += [] if name in alive else golden.run(recorded)
     for root, identity in checkouts:
         rows += live.compare_checkout(root, identity)
+    for name, recorded in by_release.items():
+        rows += [] if name in alive else golden.run(recorded)
     order = {release.name: number for number, release in enumerate(RELEASES)}
     rows.sort(key=lambda row: order.get(row.release, len(order)))
     print(table(_summary(rows) if summary else rows))

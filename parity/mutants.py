@@ -194,7 +194,7 @@ def newest_with(objective: Objective) -> Release:
     return [release for release in RELEASES if objective in release.targets][-1]
 
 
-def verdicts(folder: Path = golden.FOLDER, chosen: Iterable[Mutant] = MUTANTS) -> list[Verdict]:
+def verdicts(folder: Path = golden.FOLDER, chosen: Iterable[Mutant] | None = None) -> list[Verdict]:
     """Every mutant on every objective that it changes, against recorded vectors."""
     recorded = {objective: golden.load(newest_with(objective), folder) for objective in ALL}
     samples = {
@@ -202,7 +202,7 @@ def verdicts(folder: Path = golden.FOLDER, chosen: Iterable[Mutant] = MUTANTS) -
         for name, file in recorded.items()
     }
     out: list[Verdict] = []
-    for mutant in chosen:
+    for mutant in MUTANTS if chosen is None else chosen:
         loss = mutated_loss(mutant)
         for objective in mutant.objectives:
             rows = golden.run_one(recorded[objective], objective, loss, samples[objective])

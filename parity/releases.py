@@ -149,7 +149,7 @@ def identify(root: Path, name: str | None = None) -> Identity:
     for release in RELEASES:
         if (release.loss_sha256, release.pyproject_sha256) == (loss, project):
             return Identity(release.name, release)
-    return Identity(f"unknown ({root.name})", None)
+    return Identity(root.name, None)
 
 
 def identify_installed(loss_file: Path, version: str | None) -> Identity:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from parity.suite import one_thread
 
 CONFIGS = """
 from pydantic import BaseModel
@@ -38,7 +40,7 @@ class LossOutputs:
     metrics: dict
 
 def ipo_loss_fn(inputs, loss_config):
-    config = PolicyConfig(objective="ipo", eps=loss_config.eps, adv_tau=loss_config.adv_tau, kl_tau=loss_config.kl_tau)
+    config = PolicyConfig(objective="ipo", **loss_config.model_dump())
     result = policy_loss(
         PolicyInputs(
             trainer_logprobs=inputs.trainer_logprobs,
@@ -54,6 +56,13 @@ def ipo_loss_fn(inputs, loss_config):
 """
 
 MakeCheckout = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As the suite runs: the order of a long sum depends on the number of threads."""
+    with one_thread():
+        yield
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import parity.__main__
 from parity import golden, mutants
 from parity.__main__ import main
 from parity.cases import FAMILIES
@@ -19,9 +20,10 @@ from tests.parity.conftest import LOSS, MakeCheckout
 
 
 @pytest.fixture
-def no_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the mutants to test_mutants.py."""
-    monkeypatch.setattr(mutants.verdicts, "__defaults__", (golden.FOLDER, ()))
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One recorded release and no mutants: the first test runs them all."""
+    monkeypatch.setattr(parity.__main__, "RELEASES", (by_name("v0.7.0"),))
+    monkeypatch.setattr(mutants, "MUTANTS", ())
 
 
 def test_golden_mode_passes_and_prints_every_release_and_family(tmp_path: Path) -> None:
@@ -30,20 +32,17 @@ def test_golden_mode_passes_and_prints_every_release_and_family(tmp_path: Path) 
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert (
-        lines[0].split()
-        == "release PRIME-RL function objective family cases loss metrics gradient mode".split()
-    )
+    head = lines[0].split()
+    assert head[-7:] == ["objective", "family", "cases", "loss", "metrics", "gradient", "mode"]
     for release in RELEASES:
         rows = [line for line in lines if line.startswith(f"{release.name} ")]
         assert len(rows) == len(FAMILIES) * len(release.targets)
         assert all(row.count("equal") == 3 for row in rows)
     assert "Deliberate difference (masked non-finite)" in done.stdout
-    assert "survives" not in done.stdout
     assert lines[-1] == "passed: no row differs, no mutant survives"
 
 
-@pytest.mark.usefixtures("no_mutants")
+@pytest.mark.usefixtures("quick")
 def test_a_corrupted_vector_exits_1_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "golden"
     shutil.copytree(golden.FOLDER, folder)
@@ -62,11 +61,12 @@ def test_a_corrupted_vector_exits_1_and_is_named(tmp_path: Path, capsys: pytest.
     assert "1 differ" in out
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_surviving_mutant_exits_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harmless = Mutant("harmless", (Edit("Channel 1: the policy objectives", "Channel one"),), ("ipo",))
-    monkeypatch.setattr(mutants.verdicts, "__defaults__", (golden.FOLDER, (harmless,)))
+    monkeypatch.setattr(mutants, "MUTANTS", (harmless,))
     assert main(["--summary"]) == 1
     assert "NONE, it survives" in capsys.readouterr().out
 
@@ -130,21 +130,21 @@ def test_a_release_outside_the_table_is_not_recorded(
     assert "add it there" in sentence(["record", "--prime-rl", str(make_checkout())], capsys)
 
 
-@pytest.mark.usefixtures("no_mutants")
+@pytest.mark.usefixtures("quick")
 def test_a_newer_release_gets_a_not_verified_row(
     make_checkout: MakeCheckout, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As PRIME-RL's main is after its pull request 3418: no default loss, ``ipo_threshold`` spelt ``eps``."""
     assert main(["--prime-rl", str(make_checkout())]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unknown (newer)")]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("newer ")]
     assert rows[0].endswith("not verified: no default_loss_fn")
     compared = [row for row in rows if " ipo_loss_fn " in row]
     assert len(compared) == len(FAMILIES)
-    assert all(row.startswith("unknown (newer) (not verified)") for row in compared)
+    assert all(row.startswith("newer (not verified)") for row in compared)
     assert all(row.count("equal") == 3 for row in compared if "masked non-finite" not in row)
 
 
-@pytest.mark.usefixtures("no_mutants")
+@pytest.mark.usefixtures("quick")
 def test_a_differing_function_exits_1(
     make_checkout: MakeCheckout, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_differing_function_exits_1(
     assert "loss: expected" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_mutants")
+@pytest.mark.usefixtures("quick")
 def test_a_function_that_raises_in_a_newer_release_is_a_row(
     make_checkout: MakeCheckout, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,5 +46,7 @@ def test_a_mutant_that_changes_nothing_survives() -> None:
 
 def test_a_mutant_whose_text_is_gone_is_an_error() -> None:
     stale = Mutant("stale", (Edit("no such text", ""),))
-    with pytest.raises(ConfigError, match="must occur 1 times in composer_prime_plugin.objectives; found 0"):
+    with pytest.raises(
+        ConfigError, match=r"must occur 1 times in composer_prime_plugin\.objectives; found 0"
+    ):
         mutants.mutated_loss(stale)
