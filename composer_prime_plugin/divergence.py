@@ -107,7 +107,9 @@ def generalized_jsd_loss(
     not by the first dimension, and the end points are exact.
     """
     if reduction not in get_args(Reduction):
-        raise LossInputError(f"reduction must be one of {', '.join(get_args(Reduction))}; found {reduction!r}")
+        raise LossInputError(
+            f"reduction must be one of {', '.join(get_args(Reduction))}; found {reduction!r}"
+        )
     check_logits(student_logits, teacher_logits)
     if labels is None:
         counted = torch.ones(student_logits.shape[:-1], dtype=torch.bool, device=student_logits.device)
@@ -136,7 +138,11 @@ def generalized_jsd_loss(
 
 def check_logits(student_logits: Tensor, teacher_logits: Tensor) -> None:
     """Raise ``LossInputError`` unless both logits have one shape with a vocabulary dimension."""
-    if student_logits.dim() < 1 or teacher_logits.dim() < 1 or student_logits.size(-1) != teacher_logits.size(-1):
+    if (
+        student_logits.dim() < 1
+        or teacher_logits.dim() < 1
+        or student_logits.size(-1) != teacher_logits.size(-1)
+    ):
         raise LossInputError(
             "student and teacher logits must share one vocabulary (last dimension); found "
             f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}; use the same model or tokenizer for both"
@@ -157,7 +163,8 @@ def check_finite_divergence(values: Tensor, student_logits: Tensor, teacher_logi
     sides = [
         name
         for name, logits in (("student", student_logits), ("teacher", teacher_logits))
-        if bool((torch.isnan(logits[where]) | (logits[where] == torch.inf)).any()) or bool((logits[where] == -torch.inf).all())
+        if bool((torch.isnan(logits[where]) | (logits[where] == torch.inf)).any())
+        or bool((logits[where] == -torch.inf).all())
     ]
     raise LossInputError(
         f"logits must be finite or -inf at counted positions; found a non-finite divergence at counted position {where} "

@@ -59,7 +59,9 @@ def kl_term(log_ratio: Tensor, ratio: Tensor, estimator: KLEstimator) -> Tensor:
     return ratio - log_ratio - 1
 
 
-def policy_loss(inputs: PolicyInputs, config: PolicyConfig, ipo_form: IpoForm, with_kl: bool = False) -> PolicyLoss:
+def policy_loss(
+    inputs: PolicyInputs, config: PolicyConfig, ipo_form: IpoForm, with_kl: bool = False
+) -> PolicyLoss:
     """The configured objective on one sample.
 
     ``ipo_form`` is the form in force where the configuration's knobs select none.

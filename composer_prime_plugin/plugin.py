@@ -67,7 +67,9 @@ def parse_kwargs(kwargs: dict[str, Any]) -> ComposerConfig:
     return _parse(_freeze(kwargs))
 
 
-def channel_one(inputs: PolicyInputs, config: ComposerConfig, contract: LossContract, with_kl: bool = False) -> PolicyLoss:
+def channel_one(
+    inputs: PolicyInputs, config: ComposerConfig, contract: LossContract, with_kl: bool = False
+) -> PolicyLoss:
     """The policy objective of one sample, checked for finiteness.
 
     A finite sum proves that nothing non-finite went in: ``0 * inf`` and ``0 * nan`` are NaN, so the
@@ -117,7 +119,9 @@ def check_sample(inputs: Any) -> None:
                 "give every stream one value per token of the sample"
             )
         if name.endswith("_mask") and stream.dtype != torch.bool:
-            raise LossInputError(f"{name} must be bool, True where a token counts; found {stream.dtype}; use mask.bool()")
+            raise LossInputError(
+                f"{name} must be bool, True where a token counts; found {stream.dtype}; use mask.bool()"
+            )
 
 
 def _channel_two(inputs: Any, sdpo: SDPOConfig, weight: float) -> tuple[Tensor, dict[str, Tensor]]:

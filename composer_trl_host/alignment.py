@@ -179,13 +179,26 @@ def paired_positions(input_ids: Tensor, batch: dict[str, Any], strict: bool = Tr
         )
     broken = pairs.site[different[:, 0]].unique()
     keep = ~torch.isin(pairs.site, broken)
-    return Pairs(pairs.site[keep], pairs.row[keep], pairs.student[keep], pairs.teacher[keep]), int(broken.numel())
+    return Pairs(pairs.site[keep], pairs.row[keep], pairs.student[keep], pairs.teacher[keep]), int(
+        broken.numel()
+    )
 
 
 def _check_shapes(
-    input_ids: Tensor, teacher_ids: Tensor, s_idx: Tensor, t_idx: Tensor, s_valid: Tensor, t_valid: Tensor, rows: Tensor
+    input_ids: Tensor,
+    teacher_ids: Tensor,
+    s_idx: Tensor,
+    t_idx: Tensor,
+    s_valid: Tensor,
+    t_valid: Tensor,
+    rows: Tensor,
 ) -> None:
-    if s_idx.shape != t_idx.shape or s_idx.dim() != 2 or s_valid.shape != s_idx.shape or t_valid.shape != t_idx.shape:
+    if (
+        s_idx.shape != t_idx.shape
+        or s_idx.dim() != 2
+        or s_valid.shape != s_idx.shape
+        or t_valid.shape != t_idx.shape
+    ):
         raise AlignmentError(
             "student_response_idx, teacher_response_idx and their *_valid masks must share one (sites, K) shape; found "
             f"{tuple(s_idx.shape)}, {tuple(t_idx.shape)}, {tuple(s_valid.shape)}, {tuple(t_valid.shape)}"
@@ -202,5 +215,5 @@ def _check_shapes(
             f"both *_response_valid masks must be equal, since they pair the same tokens; found {int(s_valid.sum())} and "
             f"{int(t_valid.sum())} valid positions"
         )
-    if rows.numel() and not (0 <= int(rows.min()) and int(rows.max()) < input_ids.size(0)):
+    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < input_ids.size(0)):
         raise AlignmentError(f"site_row must lie in [0, {input_ids.size(0)}); found {rows.tolist()}")

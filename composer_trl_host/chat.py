@@ -61,7 +61,9 @@ class Chat:
             pieces.append(text[start : match.start() + 1])
             start = match.start() + 1
         pieces.append(text[start:])
-        return [i for piece in pieces if piece for i in self.tokenizer.encode(piece, add_special_tokens=False)]
+        return [
+            i for piece in pieces if piece for i in self.tokenizer.encode(piece, add_special_tokens=False)
+        ]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation up to and including the generation prompt."""
@@ -106,7 +108,9 @@ class Chat:
             )
         return self._ids(after[len(before) :], contents)
 
-    def _behind_turn(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, dict[str, str]]:
+    def _behind_turn(
+        self, messages: Sequence[Message], add_generation_prompt: bool
+    ) -> tuple[str, dict[str, str]]:
         stand_in = _SENTINEL.format("turn")
         conversation: list[Message] = [
             {"role": "user", "content": "x"},
@@ -114,7 +118,7 @@ class Chat:
             *messages,
         ]
         text, contents = self._render(conversation, add_generation_prompt, first=2)
-        head, found, tail = text.partition(stand_in)
+        _, found, tail = text.partition(stand_in)
         if not found or stand_in in tail:
             raise ModelError(
                 "the chat template must render an assistant's content once and verbatim; this one does not; "
@@ -136,7 +140,9 @@ class Chat:
                 message = {**message, "content": key}
             safe.append(message)
         try:
-            text = self.tokenizer.apply_chat_template(safe, add_generation_prompt=add_generation_prompt, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                safe, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ModelError(

@@ -152,14 +152,20 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
     for name in ("attention_mask", "completion_mask", "response_mask", "inference_logprobs", "loss_weights"):
         value = batch.get(name)
         if value is not None and value.shape != shape:
-            raise LossInputError(f"{name} must have input_ids' shape {tuple(shape)}; found {tuple(value.shape)}")
+            raise LossInputError(
+                f"{name} must have input_ids' shape {tuple(shape)}; found {tuple(value.shape)}"
+            )
     for name in ("completion_mask", "response_mask"):
         if batch[name].dtype != torch.bool:
             raise LossInputError(f"{name} must be bool, True where a token counts; found {batch[name].dtype}")
     if bool((batch["response_mask"] & ~batch["completion_mask"]).any()):
-        raise LossInputError("response_mask must lie inside completion_mask; found a trained token outside the completion")
+        raise LossInputError(
+            "response_mask must lie inside completion_mask; found a trained token outside the completion"
+        )
     if bool(batch["completion_mask"][:, 0].any()):
-        raise LossInputError("a completion must have a prompt before it; found a completion token in column 0")
+        raise LossInputError(
+            "a completion must have a prompt before it; found a completion token in column 0"
+        )
 
 
 def _student_logits(
@@ -190,12 +196,18 @@ def _samples(logits: Tensor, first: int, batch: Mapping[str, Any], temperature: 
     inference, weights = batch.get("inference_logprobs"), batch.get("loss_weights")
     for row in range(batch["input_ids"].size(0)):
         columns = batch["completion_mask"][row].nonzero(as_tuple=True)[0]
-        trainer = token_logprobs(logits[row, columns - 1 - first], batch["input_ids"][row, columns], temperature)
+        trainer = token_logprobs(
+            logits[row, columns - 1 - first], batch["input_ids"][row, columns], temperature
+        )
         advantage = batch["advantages"][row]
         sample = PolicyInputs(
             trainer_logprobs=trainer,
-            inference_logprobs=trainer.detach() if inference is None else inference[row, columns].to(trainer.dtype),
-            advantages=(advantage[columns] if advantage.dim() else advantage.expand(columns.numel())).to(trainer.dtype),
+            inference_logprobs=trainer.detach()
+            if inference is None
+            else inference[row, columns].to(trainer.dtype),
+            advantages=(advantage[columns] if advantage.dim() else advantage.expand(columns.numel())).to(
+                trainer.dtype
+            ),
             loss_mask=batch["response_mask"][row, columns],
             loss_weights=None if weights is None else weights[row, columns].to(trainer.dtype),
         )

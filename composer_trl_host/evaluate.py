@@ -35,7 +35,9 @@ class Evaluation:
         return {f"heldout/{name}": value for name, value in asdict(self).items()}
 
 
-def evaluate(runner: RolloutRunner, rows: Sequence[Mapping[str, Any]], generate: Generate, seed: int) -> Evaluation:
+def evaluate(
+    runner: RolloutRunner, rows: Sequence[Mapping[str, Any]], generate: Generate, seed: int
+) -> Evaluation:
     """Play ``rows`` without hints and again with them, from one seed, leaving the random state as it was."""
     dropped = runner.dropped.copy()
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):

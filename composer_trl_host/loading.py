@@ -27,7 +27,9 @@ def load_object(spec: str, base_dir: Path, key: str) -> Any:
         path_text, _, name = spec.partition(":")
         path = (base_dir / path_text).resolve()
         if not path.is_file():
-            raise ConfigError(f"{key} must name an existing file; found {path}; paths are relative to the TOML")
+            raise ConfigError(
+                f"{key} must name an existing file; found {path}; paths are relative to the TOML"
+            )
         module_name = f"composer_rl_task_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
         module = sys.modules.get(module_name)
         if module is None:
@@ -40,7 +42,9 @@ def load_object(spec: str, base_dir: Path, key: str) -> Any:
                 file_spec.loader.exec_module(module)
             except Exception as error:
                 del sys.modules[module_name]
-                raise ConfigError(f"{key} must name a file that imports; {path} failed with {error!r}") from error
+                raise ConfigError(
+                    f"{key} must name a file that imports; {path} failed with {error!r}"
+                ) from error
     else:
         module_path, _, name = spec.replace(":", ".").rpartition(".")
         try:
@@ -71,7 +75,10 @@ def load_model(settings: HostSettings) -> tuple[Any, Any, str]:
             f"the model must come with a tokenizer; {name} has none that loads ({_first_line(error)}); "
             "save the tokenizer beside the weights"
         ) from error
-    kwargs: dict[str, Any] = {"dtype": DTYPES[settings.model_dtype], "trust_remote_code": settings.trust_remote_code}
+    kwargs: dict[str, Any] = {
+        "dtype": DTYPES[settings.model_dtype],
+        "trust_remote_code": settings.trust_remote_code,
+    }
     if settings.attn_implementation is not None:
         kwargs["attn_implementation"] = settings.attn_implementation
     try:

@@ -14,7 +14,14 @@ from types import FrameType
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -50,7 +57,12 @@ class MetricsWriter(TrainerCallback):
         self._file.flush()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **_: Any,
     ) -> None:
         if state.is_world_process_zero and logs and "train_runtime" not in logs:
             finite = {key: value if _is_finite(value) else None for key, value in logs.items()}
@@ -97,7 +109,12 @@ class ConsoleReport(TrainerCallback):
         self._since = time.monotonic()
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **_: Any,
     ) -> None:
         if not state.is_world_process_zero or not logs or "loss/total" not in logs:
             return
@@ -105,14 +122,18 @@ class ConsoleReport(TrainerCallback):
         now = time.monotonic()
         parts = [f"{name} {form.format(logs[key])}" for name, key, form in _LINE if logs.get(key) is not None]
         self.console.print(
-            f"step {state.global_step:>4}/{self.max_steps}  " + "  ".join(parts) + f"  {now - self._since:.1f} s",
+            f"step {state.global_step:>4}/{self.max_steps}  "
+            + "  ".join(parts)
+            + f"  {now - self._since:.1f} s",
             highlight=False,
         )
         self._since = now
         if self._progress is not None:
             self._progress.update(self._task, completed=state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -145,7 +166,9 @@ class GracefulStop(TrainerCallback):
         self.asked = True
         self.console.print("stopping after this step, with a checkpoint; once more to stop at once")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         if self.asked:
             control.should_save = True
             control.should_training_stop = True
@@ -199,7 +222,10 @@ def print_summary(console: Console, summary: Summary) -> None:
         rows: list[tuple[str, Callable[[Evaluation], str]]] = [
             ("held-out: first try solved", lambda e: _share(e.first_try, e.episodes)),
             ("held-out: recovery without a hint", lambda e: _share(e.recovered, e.failed)),
-            ("held-out: recovery with the hint (the teacher's)", lambda e: _share(e.hinted_recovered, e.hinted_failed)),
+            (
+                "held-out: recovery with the hint (the teacher's)",
+                lambda e: _share(e.hinted_recovered, e.hinted_failed),
+            ),
         ]
         for name, cell in rows:
             table.add_row(name, cell(summary.start), cell(summary.end))

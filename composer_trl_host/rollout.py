@@ -73,7 +73,9 @@ class RolloutRunner:
         self.eos_token_ids = tuple(eos_token_ids)
         self.dropped: Counter[str] = Counter()
 
-    def play(self, rows: Sequence[Mapping[str, Any]], generate: Generate, show_hints: bool = False) -> list[Rollout]:
+    def play(
+        self, rows: Sequence[Mapping[str, Any]], generate: Generate, show_hints: bool = False
+    ) -> list[Rollout]:
         """Play each row once. ``show_hints``: the model itself reads the hints (to measure the teacher)."""
         episodes = [self.environment.episode(row) for row in rows]
         rollouts = [Rollout(prompt_ids=self.chat.prompt_ids(episode.prompt)) for episode in episodes]
@@ -88,12 +90,16 @@ class RolloutRunner:
             contexts = [self._context(rollouts[i], failures.get(i), show_hints) for i in active]
             turns, logprobs = generate(contexts)
             if len(turns) != len(active):
-                raise TaskError(f"the generator must give one turn per context, {len(active)}; found {len(turns)}")
+                raise TaskError(
+                    f"the generator must give one turn per context, {len(active)}; found {len(turns)}"
+                )
             last = turn + 1 == self.config.trl_host.max_turns
             still: list[int] = []
             for position, i in enumerate(active):
                 sampled_logprobs = None if logprobs is None else logprobs[position]
-                if self._take_turn(rollouts[i], episodes[i], turns[position], sampled_logprobs, failures, i, last):
+                if self._take_turn(
+                    rollouts[i], episodes[i], turns[position], sampled_logprobs, failures, i, last
+                ):
                     still.append(i)
             active = still
         for rollout, episode in zip(rollouts, episodes, strict=True):
@@ -171,7 +177,9 @@ class RolloutRunner:
             self.dropped["empty recovery turn"] += 1
             return
         rollout.sites.append(
-            ErrorSite(start, stop, failure.splice_at, failure.hint_ids, failure.hint.source, failure.error_kind)
+            ErrorSite(
+                start, stop, failure.splice_at, failure.hint_ids, failure.hint.source, failure.error_kind
+            )
         )
 
 
@@ -184,5 +192,7 @@ def _append(rollout: Rollout, ids: list[int], sampled: int, logprobs: list[float
         rollout.logprobs = []
     values = list(logprobs) if sampled else [0.0] * len(ids)
     if len(values) != len(ids):
-        raise TaskError(f"the generator must give one log-prob per sampled token, {len(ids)}; found {len(values)}")
+        raise TaskError(
+            f"the generator must give one log-prob per sampled token, {len(ids)}; found {len(values)}"
+        )
     rollout.logprobs.extend(values)

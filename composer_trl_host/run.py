@@ -107,7 +107,9 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
     model, tokenizer, _ = load_model(settings)
     chat = Chat(tokenizer)
     rows = environment.rows("train", host.train_rows, settings.seed)
-    turn_tokens = _turn_tokens(settings, [len(chat.prompt_ids(environment.episode(row).prompt)) for row in rows])
+    turn_tokens = _turn_tokens(
+        settings, [len(chat.prompt_ids(environment.episode(row).prompt)) for row in rows]
+    )
     heldout = environment.rows("heldout", host.heldout_rows, settings.seed) if host.heldout_rows else []
     dataset = Dataset.from_list([{**row, "prompt": environment.episode(row).prompt} for row in rows])
     longest_context = None if settings.seq_len is None else settings.seq_len - turn_tokens
@@ -214,7 +216,9 @@ def _evaluate(
 ) -> Evaluation | None:
     if not rows:
         return None
-    console.print(f"held-out evaluation ({when}): {len(rows)} prompts, without hints and with them", highlight=False)
+    console.print(
+        f"held-out evaluation ({when}): {len(rows)} prompts, without hints and with them", highlight=False
+    )
     result = evaluate(runner, rows, trainer.sample_turns, settings.seed)
     if trainer.accelerator.is_main_process:
         writer.write({"step": trainer.state.global_step, "evaluation": when, **result.as_metrics()})
@@ -263,7 +267,12 @@ def _close(
     print_summary(console, summary)
     for reason, count in sorted(runner.dropped.items()):
         console.print(f"error sites left out: {count} ({reason})", highlight=False)
-    names = [RESOLVED_FILE, METRICS_FILE, CURVES_FILE, *sorted(p.name for p in settings.run_dir.glob("checkpoint-*"))]
+    names = [
+        RESOLVED_FILE,
+        METRICS_FILE,
+        CURVES_FILE,
+        *sorted(p.name for p in settings.run_dir.glob("checkpoint-*")),
+    ]
     console.print(f"run folder: {settings.run_dir}  ({', '.join(names)})", highlight=False)
 
 

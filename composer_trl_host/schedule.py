@@ -10,7 +10,12 @@ SchedulerName = Literal["constant", "linear", "cosine"]
 
 
 def lr_factor(
-    name: SchedulerName, *, max_steps: int, warmup_steps: int = 0, decay_steps: int = 0, min_factor: float = 0.0
+    name: SchedulerName,
+    *,
+    max_steps: int,
+    warmup_steps: int = 0,
+    decay_steps: int = 0,
+    min_factor: float = 0.0,
 ) -> Callable[[int], float]:
     """``factor(step)`` for 0-based optimizer steps.
 

@@ -60,11 +60,17 @@ def _check_regime(args: GRPOConfig) -> None:
         "multi_objective_aggregation": (args.multi_objective_aggregation, "sum_then_normalize", "as above"),
         "use_liger_kernel": (args.use_liger_kernel, False, "the composed loss reads logits itself"),
         "top_entropy_quantile": (args.top_entropy_quantile, 1.0, "every sampled token is trained"),
-        "remove_unused_columns": (args.remove_unused_columns, False, "the environment reads the row's columns"),
+        "remove_unused_columns": (
+            args.remove_unused_columns,
+            False,
+            "the environment reads the row's columns",
+        ),
     }
     for name, (value, wanted, reason) in found.items():
         if value != wanted:
-            raise ConfigError(f"{name} must be {wanted!r}, since {reason}; found {value!r}; use make_dr_grpo_config()")
+            raise ConfigError(
+                f"{name} must be {wanted!r}, since {reason}; found {value!r}; use make_dr_grpo_config()"
+            )
     if args.steps_per_generation % args.gradient_accumulation_steps:
         raise ConfigError(
             "steps_per_generation must be a multiple of gradient_accumulation_steps, so that a step's tokens are "
@@ -112,7 +118,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
         """TRL's rollout function. TRL hands over prompts alone; the rows were kept just before."""
         assert self.runner is not None
         if len(prompts) != len(self._rows):
-            raise RuntimeError(f"one row per prompt must be known; found {len(self._rows)} rows, {len(prompts)} prompts")
+            raise RuntimeError(
+                f"one row per prompt must be known; found {len(self._rows)} rows, {len(prompts)} prompts"
+            )
         self._rollouts = self.runner.play(self._rows, self.sample_turns)
         logprobs = [rollout.logprobs for rollout in self._rollouts]
         return {
@@ -141,7 +149,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
         solved = [float(rollout.solved) for rollout in self._rollouts]
         recovered = sum(f * s for f, s in zip(failed, solved, strict=True))
         first = sum(s for f, s in zip(failed, solved, strict=True) if not f)
-        totals = torch.tensor([sum(failed), recovered, first, float(len(failed))], device=self.accelerator.device)
+        totals = torch.tensor(
+            [sum(failed), recovered, first, float(len(failed))], device=self.accelerator.device
+        )
         failures, recoveries, firsts, count = self.accelerator.reduce(totals, reduction="sum").tolist()
         metrics = self._metrics["train"]
         metrics["rollout/first_try"].append(firsts / count)
@@ -152,8 +162,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         """PRIME-RL's schedule instead of transformers' where one is given."""
         if self._lr_factor is None:
             return super().create_scheduler(num_training_steps, optimizer)
-        if self.lr_scheduler is None:
-            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, self._lr_factor)
+        if getattr(self, "lr_scheduler", None) is None:
+            self.lr_scheduler: Any = LambdaLR(self.optimizer if optimizer is None else optimizer, self._lr_factor)
         return self.lr_scheduler
 
     # Counting
@@ -180,7 +190,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def _global_counts(self, batches: list[dict[str, Any]]) -> tuple[int, int]:
         """Trained tokens and error tokens of a whole optimizer step, over all ranks."""
         tokens = sum(int(_loss_mask(batch).sum()) for batch in batches)
-        errors = sum(site.stop - site.start for batch in batches for sites in batch[SITES_KEY] for site in sites)
+        errors = sum(
+            site.stop - site.start for batch in batches for sites in batch[SITES_KEY] for site in sites
+        )
         counts = torch.tensor([tokens, errors], dtype=torch.float64, device=self.accelerator.device)
         counts = self.accelerator.reduce(counts, reduction="sum")
         return int(counts[0]), int(counts[1])
@@ -225,7 +237,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
             batch.update(self._site_batch(input_ids, attention_mask, sites))
         return batch
 
-    def _site_batch(self, input_ids: Tensor, attention_mask: Tensor, sites: list[list[ErrorSite]]) -> Mapping[str, Any]:
+    def _site_batch(
+        self, input_ids: Tensor, attention_mask: Tensor, sites: list[list[ErrorSite]]
+    ) -> Mapping[str, Any]:
         # Prompts are padded on the left and completions on the right, so a row's real tokens are
         # one run and its offset is the padding before it.
         mask = attention_mask.bool()
@@ -233,7 +247,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         offsets = mask.int().argmax(dim=1).tolist()
         batch = build_site_batch(rows, sites, offsets, self._tokenizer.pad_token_id).as_batch()
         return {
-            key: value.to(input_ids.device) if isinstance(value, Tensor) else value for key, value in batch.items()
+            key: value.to(input_ids.device) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
         }
 
     # Metrics
@@ -324,4 +339,6 @@ def refuse_unbuilt(config: ComposerConfig) -> None:
     }
     for name, (value, built) in unbuilt.items():
         if value != built:
-            raise ConfigError(f"{name} must be {built!r}: this version of the host has nothing else; found {value!r}")
+            raise ConfigError(
+                f"{name} must be {built!r}: this version of the host has nothing else; found {value!r}"
+            )

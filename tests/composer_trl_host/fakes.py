@@ -11,7 +11,11 @@ from composer_trl_host.hints import ErrorContext, Hint
 
 class PasswordHints:
     def generate(self, context: ErrorContext) -> Hint | None:
-        return None if context.details.get("secret") == "mute" else Hint(f"say {context.details['secret']}", "fake/password")
+        return (
+            None
+            if context.details.get("secret") == "mute"
+            else Hint(f"say {context.details['secret']}", "fake/password")
+        )
 
 
 class PasswordEpisode:

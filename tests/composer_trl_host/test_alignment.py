@@ -9,7 +9,9 @@ from composer_prime_plugin.errors import AlignmentError
 from composer_trl_host.alignment import ErrorSite, build_site_batch, paired_positions
 
 
-def site(start: int, stop: int, splice_at: int, hint: tuple[int, ...] = (90, 91), source: str = "s") -> ErrorSite:
+def site(
+    start: int, stop: int, splice_at: int, hint: tuple[int, ...] = (90, 91), source: str = "s"
+) -> ErrorSite:
     return ErrorSite(start, stop, splice_at, hint, source, "unknown_command")
 
 
@@ -28,7 +30,12 @@ def test_the_teacher_is_the_student_with_the_hint_cut_in_up_to_the_turns_end():
     assert batch.student_response_idx.tolist() == [[6, 7]]
     assert batch.teacher_response_idx.tolist() == [[6, 7]]
     pairs, left_out = paired_positions(student(rows, [2]), batch.as_batch())
-    assert (pairs.row.tolist(), pairs.student.tolist(), pairs.teacher.tolist(), left_out) == ([0, 0], [6, 7], [6, 7], 0)
+    assert (pairs.row.tolist(), pairs.student.tolist(), pairs.teacher.tolist(), left_out) == (
+        [0, 0],
+        [6, 7],
+        [6, 7],
+        0,
+    )
 
 
 def test_ragged_sites_are_padded_with_minus_one_and_masked():
@@ -55,7 +62,9 @@ def test_a_mismatch_names_row_ids_and_positions():
     rows = [[1, 2, 3, 4, 5]]
     batch = build_site_batch(rows, [[site(3, 5, 2)]], [0], pad_token_id=0).as_batch()
     batch["teacher_input_ids"][0, 5] = 77
-    with pytest.raises(AlignmentError, match=r"id 4 at student position 3 and id 77 at teacher position 5 in row 0"):
+    with pytest.raises(
+        AlignmentError, match=r"id 4 at student position 3 and id 77 at teacher position 5 in row 0"
+    ):
         paired_positions(student(rows, [0]), batch)
     pairs, left_out = paired_positions(student(rows, [0]), batch, strict=False)
     assert (pairs.student.numel(), left_out) == (0, 1)
@@ -75,7 +84,7 @@ def test_validity_must_be_equal_on_both_sides():
     rows = [[1, 2, 3, 4, 5]]
     batch = build_site_batch(rows, [[site(3, 5, 2)]], [0], pad_token_id=0).as_batch()
     batch["teacher_response_valid"] = torch.tensor([[True, False]])
-    with pytest.raises(AlignmentError, match="must be equal.*2 and 1 valid"):
+    with pytest.raises(AlignmentError, match=r"must be equal.*2 and 1 valid"):
         paired_positions(student(rows, [0]), batch)
 
 

@@ -14,7 +14,8 @@ def decode(tokenizer, ids) -> str:
 
 def native(tokenizer, messages) -> list[int]:
     return tokenizer.encode(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), add_special_tokens=False
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False),
+        add_special_tokens=False,
     )
 
 
@@ -74,14 +75,14 @@ def test_control_tokens_in_content_are_data(tokenizer, text):
 
 def test_a_template_that_refuses_a_role_is_named(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(ModelError, match="must render the roles user, assistant, tool in this order; it refused: no tools"):
+    with pytest.raises(
+        ModelError, match="must render the roles user, assistant, tool in this order; it refused: no tools"
+    ):
         Chat(tokenizer).bridge(TOOL)
 
 
 def test_a_template_that_rewrites_earlier_messages_is_refused(tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'tool' and loop.last %}LAST {% endif %}{{ m['content'] }}\n{% endfor %}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'tool' and loop.last %}LAST {% endif %}{{ m['content'] }}\n{% endfor %}"
     with pytest.raises(ModelError, match="must not change what stands before it"):
         Chat(tokenizer).hint_ids(TOOL, "hint", "user")
 

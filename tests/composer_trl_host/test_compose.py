@@ -50,7 +50,9 @@ def make_batch(
         completion[i, left : left + size] = True
         response[i, left : left + size] = torch.tensor(SAMPLED[r]).bool()
         generator = torch.Generator().manual_seed(r)
-        inference[i, left : left + size] = -5.5 + 0.4 * torch.randn(size, generator=generator, dtype=torch.float64)
+        inference[i, left : left + size] = -5.5 + 0.4 * torch.randn(
+            size, generator=generator, dtype=torch.float64
+        )
     batch: dict[str, Any] = {
         "input_ids": ids,
         "attention_mask": attention,
@@ -152,10 +154,14 @@ def test_padding_moves_nothing(model):
 @pytest.mark.parametrize("cut", [[[0], [1], [2]], [[2, 0], [1]], [[1], [0, 2]]])
 def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(model, cut, objective, normalization):
     model = model.double()
-    settings = ComposerConfig(policy={"objective": objective}, sdpo={"weight": 0.5, "normalization": normalization})
+    settings = ComposerConfig(
+        policy={"objective": objective}, sdpo={"weight": 0.5, "normalization": normalization}
+    )
     counts = {"num_loss_tokens": 12, "num_error_tokens": 7}
     whole = gradient(model, compose_loss(model, {**make_batch(), **counts}, settings).loss)
-    parts = sum(gradient(model, compose_loss(model, {**make_batch(rows), **counts}, settings).loss) for rows in cut)
+    parts = sum(
+        gradient(model, compose_loss(model, {**make_batch(rows), **counts}, settings).loss) for rows in cut
+    )
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-15)
 
 
@@ -192,7 +198,9 @@ def test_the_teachers_are_read_in_eval_mode_and_the_student_keeps_its_own(model)
 def test_sources_split_the_divergence(model):
     result = compose_loss(model, make_batch(), config())
     assert {name: count for name, (_, count) in result.sources.items()} == {"a": 4, "b": 3}
-    assert math.isclose(sum(total for total, _ in result.sources.values()), float(result.sdpo_sum), rel_tol=1e-5)
+    assert math.isclose(
+        sum(total for total, _ in result.sources.values()), float(result.sdpo_sum), rel_tol=1e-5
+    )
 
 
 def test_all_masked_rows_backpropagate_exact_zeros(model):
@@ -213,7 +221,10 @@ def test_nan_in_inference_logprobs_is_named(model):
     batch = make_batch()
     row, column = batch["response_mask"].nonzero()[1].tolist()
     batch["inference_logprobs"][row, column] = float("nan")
-    with pytest.raises(LossInputError, match="inference_logprobs must be finite at unmasked positions; found nan at position 1"):
+    with pytest.raises(
+        LossInputError,
+        match="inference_logprobs must be finite at unmasked positions; found nan at position 1",
+    ):
         compose_loss(model, batch, config())
 
 
@@ -222,7 +233,10 @@ def test_nan_in_inference_logprobs_is_named(model):
     [
         ({"completion_mask": torch.ones(3, 11)}, "completion_mask must be bool"),
         ({"response_mask": torch.ones(3, 5, dtype=torch.bool)}, "response_mask must have input_ids' shape"),
-        ({"response_mask": torch.ones(3, 11, dtype=torch.bool)}, "response_mask must lie inside completion_mask"),
+        (
+            {"response_mask": torch.ones(3, 11, dtype=torch.bool)},
+            "response_mask must lie inside completion_mask",
+        ),
     ],
 )
 def test_bad_masks_are_named(model, change, message):

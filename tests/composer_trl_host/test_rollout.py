@@ -42,7 +42,12 @@ ROWS = [{"secret": "aa"}, {"secret": "bb"}]
 def test_an_error_that_is_answered_is_a_site_and_the_turn_after_it_is_its_recovery(tokenizer):
     rollouts = runner(tokenizer).play(ROWS, script(tokenizer, [["aa", "no"], ["bb"]]))
     solved_at_once, recovered = rollouts
-    assert (solved_at_once.sites, solved_at_once.turns, solved_at_once.errors, solved_at_once.reward) == ([], 1, 0, 1.0)
+    assert (solved_at_once.sites, solved_at_once.turns, solved_at_once.errors, solved_at_once.reward) == (
+        [],
+        1,
+        0,
+        1.0,
+    )
     assert (recovered.turns, recovered.errors, recovered.reward, recovered.solved) == (2, 1, 1.0, True)
     ids = [*recovered.prompt_ids, *recovered.completion_ids]
     (site,) = recovered.sites

@@ -19,7 +19,9 @@ from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
 
 from .fakes import PasswordEnvironment
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 
 NAMED = (
     "loss/policy",
@@ -35,7 +37,16 @@ NAMED = (
 )
 
 
-def build(model, tokenizer, tmp_path, *, micro: int = 4, steps: int = 2, config: ComposerConfig | None = None, **args):
+def build(
+    model,
+    tokenizer,
+    tmp_path,
+    *,
+    micro: int = 4,
+    steps: int = 2,
+    config: ComposerConfig | None = None,
+    **args,
+):
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     set_seed(0)
     config = config or ComposerConfig(
@@ -109,19 +120,16 @@ def gradients(trainer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("normalization", ["loss_tokens", "error_tokens"])
-def test_the_step_does_not_depend_on_the_micro_batch(tokenizer, tmp_path, normalization, request):
+def test_the_step_does_not_depend_on_the_micro_batch(model, tokenizer, tmp_path, normalization):
     config = ComposerConfig(
         policy={"objective": "dr_grpo"},
         sdpo={"weight": 0.5, "normalization": normalization},
         trl_host={"max_turns": 2},
     )
     results = []
+    state = {key: value.clone() for key, value in model.state_dict().items()}
     for micro in (4, 2, 1):
-        model = request.getfixturevalue("model") if not results else type(model)(model.config).eval()
-        if results:
-            model.load_state_dict(state)
-        else:
-            state = {key: value.clone() for key, value in model.state_dict().items()}
+        model.load_state_dict(state)
         trainer = build(model, tokenizer, tmp_path, micro=micro, steps=1, config=config)
         results.append((gradients(trainer), steps_of(trainer)[0]))
     whole, logged = results[0]
@@ -185,7 +193,9 @@ def test_dr_grpo_advantages_are_rewards_minus_the_group_mean(model, tokenizer, t
     trainer = build(model, tokenizer, tmp_path)
     rewards = iter([[1.0, 0.0, 3.0, 3.0]])
     trainer.reward_funcs = [lambda **_: next(rewards)]
-    batch = trainer._generate_and_score_completions([dict(row) for row in trainer.train_dataset.select([0, 0, 1, 1])])
+    batch = trainer._generate_and_score_completions(
+        [dict(row) for row in trainer.train_dataset.select([0, 0, 1, 1])]
+    )
     assert batch["advantages"].tolist() == [0.5, -0.5, 0.0, 0.0]
 
 
