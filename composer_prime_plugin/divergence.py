@@ -120,15 +120,16 @@ def generalized_jsd_loss(
                 f"found {tuple(labels.shape)}"
             )
         counted = labels != IGNORE_INDEX
+    student, teacher = student_logits[counted], teacher_logits[counted]
     result = token_divergence(
-        student_logits[counted],
-        teacher_logits[counted],
+        student,
+        teacher,
         beta=beta,
         temperature=temperature,
         token_clip=token_clip,
         clip_mode=clip_mode,
     )
-    check_finite_divergence(result.values, student_logits[counted], teacher_logits[counted])
+    check_finite_divergence(result.values, student, teacher)
     if reduction == "none":
         zeros = torch.zeros(counted.shape, dtype=result.values.dtype, device=result.values.device)
         return zeros.masked_scatter(counted, result.values)

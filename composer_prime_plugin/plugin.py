@@ -149,16 +149,17 @@ def _channel_two(inputs: Any, sdpo: SDPOConfig, weight: float) -> tuple[Tensor, 
                 "trainer_logits must carry gradient where trainer_logprobs does; found a detached tensor, on which "
                 "channel 2 would train nothing; hand over the logits of the same forward"
             )
+        student, teacher = student[mask], teacher[mask]
         result = token_divergence(
-            student[mask],
-            teacher[mask],
+            student,
+            teacher,
             beta=sdpo.jsd_beta,
             temperature=sdpo.temperature,
             token_clip=sdpo.token_clip,
             clip_mode=sdpo.clip_mode,
         )
         values, clipped = result.values, result.clipped
-        check_finite_divergence(values, student[mask], teacher[mask])
+        check_finite_divergence(values, student, teacher)
         total = values.sum()
     count = max(values.numel(), 1)
     metrics = {
@@ -177,7 +178,7 @@ def _zero_non_finite_masked(inputs: PolicyInputs) -> PolicyInputs:
     with torch.no_grad():
         log_ratio = inputs.trainer_logprobs - inputs.inference_logprobs
         size = log_ratio.abs() + torch.exp(log_ratio) + log_ratio**2 + torch.exp(inputs.trainer_logprobs)
-        size = size + torch.exp(inputs.inference_logprobs) + inputs.advantages.abs()
+        size = size + torch.exp(inputs.inference_logprobs) + (inputs.advantages * torch.exp(log_ratio)).abs()
         for stream in (inputs.loss_weights, inputs.teacher_logprobs):
             if stream is not None:
                 size = size + stream.abs()
