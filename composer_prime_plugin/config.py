@@ -128,8 +128,8 @@ class SDPOConfig(_Table):
     """Both logits are divided by it before the softmax; no squared factor is applied."""
 
     token_clip: float | None = Field(None, gt=0)
-    """Bound in nats, applied as ``clip_mode`` says. None: no clip. Off by default: on the shell
-    example a clamp at 0.05 stops the learning (docs/design-notes.md)."""
+    """Bound in nats, applied as ``clip_mode`` says. None: no clip, the default, since a clamped
+    position or entry has no gradient and the far positions are the ones to learn (docs/sdpo.md)."""
 
     clip_mode: ClipMode = "rescale"
     """``entry`` clamps every vocabulary entry's contribution (OPSD's rule; it can make the loss

@@ -98,7 +98,7 @@ def test_the_string_none_is_null_as_in_prime_rls_tomls() -> None:
 
 
 def test_top_k_must_be_given_where_it_is_used() -> None:
-    with pytest.raises(ValidationError, match="needs top_k; found none; set sdpo.top_k"):
+    with pytest.raises(ValidationError, match=r"needs top_k; found none; set sdpo\.top_k"):
         SDPOConfig(estimator="top_k")
 
 

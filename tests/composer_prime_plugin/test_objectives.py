@@ -42,6 +42,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def number(value: Tensor) -> float:
+    """``float`` of a tensor that may carry gradient, without torch's warning."""
+    return float(value.detach())
+
+
 def sample(n: int = 48, seed: int = 0, dtype: torch.dtype = torch.float64) -> PolicyInputs:
     random = torch.Generator().manual_seed(seed)
 
@@ -77,9 +82,9 @@ def loop(inputs: PolicyInputs, config: PolicyConfig) -> tuple[float, list[float]
     loss, kl_sum, gradient = 0.0, 0.0, []
     estimator = config.kl_estimator or ("k1" if config.objective == "dr_grpo" else "squared")
     for t in range(inputs.trainer_logprobs.numel()):
-        trainer, sampling = float(inputs.trainer_logprobs[t]), float(inputs.inference_logprobs[t])
-        advantage = float(inputs.advantages[t])
-        weight = 1.0 if inputs.loss_weights is None else float(inputs.loss_weights[t])
+        trainer, sampling = number(inputs.trainer_logprobs[t]), number(inputs.inference_logprobs[t])
+        advantage = number(inputs.advantages[t])
+        weight = 1.0 if inputs.loss_weights is None else number(inputs.loss_weights[t])
         if not bool(inputs.loss_mask[t]):
             gradient.append(0.0)
             continue
@@ -96,7 +101,7 @@ def loop(inputs: PolicyInputs, config: PolicyConfig) -> tuple[float, list[float]
             keep = 1.0 if abs(change) <= config.ipo_threshold else 0.0
         a = advantage if config.objective == "dr_grpo" else config.adv_tau * advantage
         if config.ipo_form == "two_thresholds" and inputs.teacher_logprobs is not None:
-            a += config.teacher_tau * (float(inputs.teacher_logprobs[t]) - trainer)
+            a += config.teacher_tau * (number(inputs.teacher_logprobs[t]) - trainer)
         kl, slope = {
             "k1": (-log_r, -1.0),
             "squared": (log_r**2, 2.0 * log_r),
@@ -116,9 +121,9 @@ def test_loss_gradient_and_kl_equal_a_plain_loop(name: str, weighted: bool) -> N
         inputs = inputs if weighted else replace(inputs, loss_weights=None)
         loss, gradient, kl = loop(inputs, PolicyConfig(**CONFIGS[name]))
         result = run(inputs, with_kl=True, **CONFIGS[name])
-        assert float(result.loss) == pytest.approx(loss, rel=REL)
+        assert number(result.loss) == pytest.approx(loss, rel=REL)
         assert result.kl is not None
-        assert float(result.kl) == pytest.approx(kl, rel=REL)
+        assert number(result.kl) == pytest.approx(kl, rel=REL)
         assert grad(inputs, **CONFIGS[name]).tolist() == pytest.approx(gradient, rel=REL, abs=1e-15)
 
 
@@ -136,20 +141,20 @@ def test_dppo_by_hand() -> None:
     # Probability changes +1/4 (A > 0) and -1/4 (A < 0).
     # Bounds 0.3: both train. -(1)(2) - (-2)(1/2) = -2 + 1 = -1.
     inside = {"objective": "dppo", "dppo_mask_low": 0.3, "dppo_mask_high": 0.3, "kl_tau": 0.0}
-    assert float(run(by_hand(), **inside).loss) == pytest.approx(-1.0, rel=REL)
+    assert number(run(by_hand(), **inside).loss) == pytest.approx(-1.0, rel=REL)
     # Bound 0.2 above: the first token, which rises with A > 0, is dropped: 0 + 1 = 1.
     high = {**inside, "dppo_mask_high": 0.2}
-    assert float(run(by_hand(), **high).loss) == pytest.approx(1.0, rel=REL)
+    assert number(run(by_hand(), **high).loss) == pytest.approx(1.0, rel=REL)
     # Bound 0.2 below: the second token, which falls with A < 0, is dropped: -2.
     low = {**inside, "dppo_mask_low": 0.2}
-    assert float(run(by_hand(), **low).loss) == pytest.approx(-2.0, rel=REL)
+    assert number(run(by_hand(), **low).loss) == pytest.approx(-2.0, rel=REL)
     # Bounds 0.2 and signs reversed: a rise with A < 0 and a fall with A > 0 both train: 2 - 1 = 1.
     other_signs = replace(by_hand(), advantages=torch.tensor([-1.0, 2.0], dtype=torch.float64))
     outside = {**inside, "dppo_mask_low": 0.2, "dppo_mask_high": 0.2}
-    assert float(run(other_signs, **outside).loss) == pytest.approx(1.0, rel=REL)
+    assert number(run(other_signs, **outside).loss) == pytest.approx(1.0, rel=REL)
     # The KL term is not under the trust region: 2 tokens, each (ln 2)**2, times 0.5: (ln 2)**2.
     kl_alone = {**outside, "kl_tau": 0.5}
-    assert float(run(by_hand(), **kl_alone).loss) == pytest.approx(math.log(2) ** 2, rel=REL)
+    assert number(run(by_hand(), **kl_alone).loss) == pytest.approx(math.log(2) ** 2, rel=REL)
 
 
 def test_dppo_metrics_by_hand() -> None:
@@ -165,17 +170,17 @@ def test_dppo_metrics_by_hand() -> None:
         "masked_advantage_positive": 1.0,
         "masked_advantage_negative": 0.0,
     }
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(expected, rel=1e-6)
+    assert {name: number(value) for name, value in metrics.items()} == pytest.approx(expected, rel=1e-6)
 
 
 def test_ipo_ignores_the_advantages_sign() -> None:
     # One bound: both change by 1/4. At 0.3 both train: -2 + 1; at 0.2 none does.
     knobs = {"objective": "ipo", "kl_tau": 0.0}
-    assert float(run(by_hand(), ipo_threshold=0.3, **knobs).loss) == pytest.approx(-1.0, rel=REL)
-    assert float(run(by_hand(), ipo_threshold=0.2, **knobs).loss) == 0.0
+    assert number(run(by_hand(), ipo_threshold=0.3, **knobs).loss) == pytest.approx(-1.0, rel=REL)
+    assert number(run(by_hand(), ipo_threshold=0.2, **knobs).loss) == 0.0
     # Two bounds: only the fall is outside, then only the rise.
-    assert float(run(by_hand(), ipo_mask_low=0.2, ipo_mask_high=0.3, **knobs).loss) == pytest.approx(-2.0)
-    assert float(run(by_hand(), ipo_mask_low=0.3, ipo_mask_high=0.2, **knobs).loss) == pytest.approx(1.0)
+    assert number(run(by_hand(), ipo_mask_low=0.2, ipo_mask_high=0.3, **knobs).loss) == pytest.approx(-2.0)
+    assert number(run(by_hand(), ipo_mask_low=0.3, ipo_mask_high=0.2, **knobs).loss) == pytest.approx(1.0)
 
 
 def test_the_teacher_term_is_added_to_the_advantage_and_carries_no_gradient() -> None:
@@ -183,13 +188,13 @@ def test_the_teacher_term_is_added_to_the_advantage_and_carries_no_gradient() ->
     inputs = replace(by_hand(), teacher_logprobs=torch.log(torch.tensor([0.25, 0.25], dtype=torch.float64)))
     knobs = {"objective": "ipo", "ipo_mask_high": 1.0, "ipo_mask_low": 1.0, "teacher_tau": 1.0, "kl_tau": 0.0}
     first = -(1 - math.log(2)) * 2
-    assert float(run(inputs, **knobs).loss) == pytest.approx(first + 1.0, rel=REL)
+    assert number(run(inputs, **knobs).loss) == pytest.approx(first + 1.0, rel=REL)
     assert grad(inputs, **knobs).tolist() == pytest.approx([first, 1.0], rel=REL)
 
 
 def test_dr_grpo_by_hand() -> None:
     # No bound: -2 + 1; k1 is -ln 2 and +ln 2, so the KL terms cancel in value, not in gradient.
-    assert float(run(by_hand(), objective="dr_grpo", kl_tau=0.1).loss) == pytest.approx(-1.0, rel=REL)
+    assert number(run(by_hand(), objective="dr_grpo", kl_tau=0.1).loss) == pytest.approx(-1.0, rel=REL)
     assert grad(by_hand(), objective="dr_grpo", kl_tau=0.1).tolist() == pytest.approx([-2.1, 0.9], rel=REL)
     # No factor on the advantage, and no 1/length: the same tokens twice give twice the loss.
     twice = PolicyInputs(
@@ -197,7 +202,7 @@ def test_dr_grpo_by_hand() -> None:
         advantages=by_hand().advantages.repeat(2),
         loss_mask=by_hand().loss_mask.repeat(2),
     )
-    assert float(run(twice, objective="dr_grpo", kl_tau=0.0, adv_tau=9.0).loss) == pytest.approx(
+    assert number(run(twice, objective="dr_grpo", kl_tau=0.0, adv_tau=9.0).loss) == pytest.approx(
         -2.0, rel=REL
     )
 
@@ -205,7 +210,7 @@ def test_dr_grpo_by_hand() -> None:
 def test_kl_estimators_by_hand() -> None:
     # r = 2: -ln 2, (ln 2)**2, 2 - 1 - ln 2.
     log_r = torch.tensor([math.log(2)], dtype=torch.float64)
-    found = [float(kl_term(log_r, log_r.exp(), name)) for name in ("k1", "squared", "k3")]
+    found = [number(kl_term(log_r, log_r.exp(), name)) for name in ("k1", "squared", "k3")]
     assert found == pytest.approx([-math.log(2), math.log(2) ** 2, 1 - math.log(2)], rel=REL)
 
 
@@ -224,7 +229,7 @@ def test_k1_on_policy_adds_a_constant_slope_and_no_value() -> None:
         loss_weights=None,
     )
     gradient = grad(equal, objective="dr_grpo", kl_tau=0.25)
-    assert float(run(equal, objective="dr_grpo", kl_tau=0.25).loss) == 0.0
+    assert number(run(equal, objective="dr_grpo", kl_tau=0.25).loss) == 0.0
     assert set(gradient[equal.loss_mask].tolist()) == {-0.25}
 
 
@@ -256,8 +261,10 @@ def test_masked_tokens_do_not_matter(name: str) -> None:
         teacher_logprobs=mix(inputs.teacher_logprobs, other.teacher_logprobs),
     )
     first, second = run(inputs, **CONFIGS[name]), run(mixed, **CONFIGS[name])
-    assert float(first.loss) == float(second.loss)
-    assert {k: float(v) for k, v in first.metrics.items()} == {k: float(v) for k, v in second.metrics.items()}
+    assert number(first.loss) == number(second.loss)
+    assert {k: number(v) for k, v in first.metrics.items()} == {
+        k: number(v) for k, v in second.metrics.items()
+    }
     assert torch.equal(grad(inputs, **CONFIGS[name])[mask], grad(mixed, **CONFIGS[name])[mask])
 
 
@@ -265,10 +272,10 @@ def test_masked_tokens_do_not_matter(name: str) -> None:
 def test_an_all_masked_sample_backpropagates_exact_zeros(name: str) -> None:
     inputs = replace(sample(), loss_mask=torch.zeros(48, dtype=torch.bool))
     result = run(inputs, with_kl=True, **CONFIGS[name])
-    assert float(result.loss) == 0.0
+    assert number(result.loss) == 0.0
     assert result.loss.requires_grad
     assert grad(inputs, **CONFIGS[name]).tolist() == [0.0] * 48
-    assert all(float(value) == 0.0 for value in result.metrics.values())
+    assert all(number(value) == 0.0 for value in result.metrics.values())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -276,9 +283,11 @@ def test_weights_scale_the_loss_linearly_and_leave_the_metrics(name: str) -> Non
     inputs = sample()
     doubled = replace(inputs, loss_weights=2.0 * inputs.loss_weights)
     first, second = run(inputs, **CONFIGS[name]), run(doubled, **CONFIGS[name])
-    assert float(second.loss) == 2.0 * float(first.loss)
+    assert number(second.loss) == 2.0 * number(first.loss)
     assert torch.equal(grad(doubled, **CONFIGS[name]), 2.0 * grad(inputs, **CONFIGS[name]))
-    assert {k: float(v) for k, v in first.metrics.items()} == {k: float(v) for k, v in second.metrics.items()}
+    assert {k: number(v) for k, v in first.metrics.items()} == {
+        k: number(v) for k, v in second.metrics.items()
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -290,8 +299,8 @@ def test_a_packed_sample_is_the_sum_of_its_parts(name: str) -> None:
             for key in PolicyInputs.__dataclass_fields__
         }
     )
-    parts = float(run(one, **CONFIGS[name]).loss) + float(run(two, **CONFIGS[name]).loss)
-    assert float(run(packed, **CONFIGS[name]).loss) == pytest.approx(parts, rel=REL)
+    parts = number(run(one, **CONFIGS[name]).loss) + number(run(two, **CONFIGS[name]).loss)
+    assert number(run(packed, **CONFIGS[name]).loss) == pytest.approx(parts, rel=REL)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
