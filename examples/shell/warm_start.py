@@ -47,37 +47,27 @@ class Settings:
 
     steps: int = 120
     batch: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float = 7e-4
     rank: int = 8
     hinted: float = 0.6
     """The share of transcripts whose recovery follows a hint."""
-    literal: float = 0.3
+    literal: float = 0.5
     """The share of first turns that repeat the request's own word, as the raw model does."""
     seed: int = 0
 
 
-_ACTIONS = """
-add ask bake bend bind blend blow boil boost bring brush build bump burn buy call carry cast catch
-chase check chip chop clean clear climb clip close coat collect cook cover crack crop cross crush cut
-dance dash deal dial dig dip dive divide draw dress drill drink drive drop dry dump dust earn eat edit
-empty end enter erase exit fade feed fetch fill filter find finish fish fit fix flag flash flip float
-flow fly fold follow force form forward frame freeze fry gather get give glow glue grab grant graph
-grind grip group grow guard guess guide hand hang hear heat help hide hit hold hook hunt hurry join
-joke judge jump keep kick knit knock land laugh launch lead leap learn leave lend lift light limit
-link listen load look loop lose love map march mark match meet melt merge mix mount move nail need
-note notice offer open order own pack paint park parse part pass paste patch pause pay peel pick pin
-pitch place plant play plot plug point poke pop post pour press print probe pull pump push put query
-quit race raise rank reach read refresh relax rent repair reply rest ride ring rise roll rub rule run
-sail save scale scan score scrub seek sell send serve set shake shape share shift shine shoot shop
-shout shrink shut sing sink sit skip slice slide slip smash smell smile snap soak solve sort spell
-spend spin split spot spray spread stack stand start stay steal step stick stir stop store stretch
-strip swap sweep swim swing switch take talk tap taste teach tear tell test thank think throw tick tie
-touch tour trace track trade train trap travel treat trim trip trust try tune turn twist type unite
-unpack visit wait wake walk wash watch wave wear weigh whip win wipe wish wonder work wrap write yell
-zip zoom
-"""
-ACTIONS: tuple[str, ...] = tuple(_ACTIONS.split())
-"""What the random commands are called. The live task's commands are not among them."""
+_SYNONYMS = {
+    "remove": "delete erase discard drop scrap wipe clear purge dump toss clean destroy kill cut eject "
+    "shred junk waste garbage trim",
+    "show": "display open read print peek look see reveal present watch examine inspect glance screen "
+    "expose render page preview cat scan",
+    "list": "index browse catalog files tree folder path contents items table survey outline directory "
+    "disk find search map tab desk ls",
+    "create": "build new form touch start add generate produce write begin craft invent establish set "
+    "open prepare construct compose mk raise",
+}
+SYNONYMS: dict[str, tuple[str, ...]] = {verb: tuple(words.split()) for verb, words in _SYNONYMS.items()}
+"""Sensible guesses at what a command is called. The live task's commands are not among them."""
 
 
 class Words:
@@ -96,21 +86,26 @@ class Words:
         self._kept_out = kept_out
         self._source = source
 
+    def guess(self, verb: str) -> str:
+        """A sensible word for a request's command."""
+        return self._source.choice(SYNONYMS[verb])
+
     def command(self) -> str:
-        """An action, or a made-up word of two: what a hint names need not be known beforehand."""
-        if self._source.random() < 0.8:
-            return self._source.choice(ACTIONS)
+        """Any word, or a made-up one of two: what a hint names need not be known beforehand."""
+        if self._source.random() < 0.6:
+            return self._source.choice(self._words)
         made_up = "".join(self._source.choice(self._words)[:4] for _ in range(2))
         return self.command() if made_up in self._kept_out else made_up
 
-    def mapping(self) -> dict[str, str]:
-        """A command for every request word, all different."""
-        commands: set[str] = set()
-        while len(commands) < len(LIVE_MAPPING):
-            commands.add(self.command())
-        shuffled = sorted(commands)
-        self._source.shuffle(shuffled)
-        return dict(zip(LIVE_MAPPING, shuffled, strict=True))
+    def mapping(self, guessable: bool) -> dict[str, str]:
+        """A command for every request word, all different: guessable ones, or any."""
+        commands: list[str] = []
+        for verb in LIVE_MAPPING:
+            command = ""
+            while not command or command in commands:
+                command = self.guess(verb) if guessable else self.command()
+            commands.append(command)
+        return dict(zip(LIVE_MAPPING, commands, strict=True))
 
     def name(self) -> str:
         """A training name, or any other word."""
@@ -127,7 +122,8 @@ class Transcript:
 
 def transcript(words: Words, source: random.Random, settings: Settings) -> Transcript:
     """One episode of a shell with random commands: a failed turn, perhaps a hint, a recovery."""
-    environment = ShellEnvironment(words.mapping())
+    hinted = source.random() < settings.hinted
+    environment = ShellEnvironment(words.mapping(guessable=not hinted or source.random() < 0.3))
     verb = source.choice(list(LIVE_MAPPING))
     name = words.name()
     others = source.sample([other for other in TRAIN_NAMES if other != name], 3)
@@ -136,7 +132,7 @@ def transcript(words: Words, source: random.Random, settings: Settings) -> Trans
 
     draw, learn_first = source.random(), True
     if draw < 0.85:
-        first = f"{verb if source.random() < settings.literal else words.command()} {name}"
+        first = f"{verb if source.random() < settings.literal else words.guess(verb)} {name}"
     else:
         # The other error kinds: hints are followed after them too, the mistakes are not learned.
         command = source.choice(list(environment.mapping.values()))
@@ -147,7 +143,7 @@ def transcript(words: Words, source: random.Random, settings: Settings) -> Trans
     if reply.tool_error is None:
         return Transcript(messages, [learn_first])
     messages.extend(reply.messages)
-    if source.random() < settings.hinted:
+    if hinted:
         hint = environment.hints.generate(
             ErrorContext(reply.tool_error, messages[-1]["content"], first, messages, reply.details)
         )

@@ -242,3 +242,23 @@ def test_nan_in_inference_logprobs_is_named(model):
 def test_bad_masks_are_named(model, change, message):
     with pytest.raises(LossInputError, match=message):
         compose_loss(model, {**make_batch(), **change}, config())
+
+
+def test_channel_one_is_taken_at_the_sampling_temperature_and_channel_two_is_not(model):
+    model = model.double()
+    hot = compose_loss(model, {**make_batch(), "temperature": 0.5}, config())
+    cold = compose_loss(model, make_batch(), config())
+    ids = torch.tensor([PROMPTS[1] + COMPLETIONS[1]])
+    logits = model(input_ids=ids).logits[0, 1:-1].detach()
+    wanted = log_softmax(logits / 0.5, -1).gather(-1, ids[0, 2:, None])[:, 0]
+    torch.testing.assert_close(hot.trainer_logprobs[1], wanted, rtol=RTOL64, atol=0)
+    assert torch.equal(hot.sdpo_sum, cold.sdpo_sum)
+
+
+def test_loss_weights_scale_channel_one_token_by_token(model):
+    model = model.double()
+    batch = make_batch(with_sites=False)
+    weights = torch.zeros_like(batch["inference_logprobs"])
+    assert float(compose_loss(model, {**batch, "loss_weights": weights}, config()).loss.detach()) == 0.0
+    doubled = compose_loss(model, {**batch, "loss_weights": weights + 2}, config()).loss
+    torch.testing.assert_close(doubled, 2 * compose_loss(model, batch, config()).loss)
