@@ -163,7 +163,9 @@ class ComposerGRPOTrainer(GRPOTrainer):
         if self._lr_factor is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if getattr(self, "lr_scheduler", None) is None:
-            self.lr_scheduler: Any = LambdaLR(self.optimizer if optimizer is None else optimizer, self._lr_factor)
+            self.lr_scheduler: Any = LambdaLR(
+                self.optimizer if optimizer is None else optimizer, self._lr_factor
+            )
         return self.lr_scheduler
 
     # Counting

@@ -149,7 +149,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "log-probs alone zeroed at masked positions",
-        (Edit("(inputs.advantages * torch.exp(log_ratio)).abs()", "0"), Edit("clean(inputs.advantages)", "inputs.advantages")),
+        (
+            Edit("(inputs.advantages * torch.exp(log_ratio)).abs()", "0"),
+            Edit("clean(inputs.advantages)", "inputs.advantages"),
+        ),
         module="plugin",
     ),
 )

@@ -14,14 +14,8 @@ import pytest
 from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import ConfigError
 from composer_prime_plugin.runfile import RunFile, load_run
-from composer_trl_host import settings as module
-from composer_trl_host.settings import (
-    DEFAULT_MAX_STEPS,
-    HONOURED,
-    NOT_HONOURED,
-    HostSettings,
-    LoRASettings,
-)
+from composer_trl_host.prime_keys import DEFAULT_MAX_STEPS, HONOURED, NOT_HONOURED, Honoured
+from composer_trl_host.settings import HostSettings, LoRASettings
 
 LOSS = """
 [trainer.loss]
@@ -487,7 +481,7 @@ def test_the_tables_fit_each_other_and_the_settings():
     derived = {"betas", "lora", "gradient_checkpointing", "run_dir", "config", "base_dir", "unhonoured"}
     assert fields - rows == derived
     for row in (*HONOURED, *NOT_HONOURED):
-        text = row.becomes if isinstance(row, module.Honoured) else row.reason
+        text = row.becomes if isinstance(row, Honoured) else row.reason
         assert text
         assert not text.endswith(".")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import parity.__main__
 from parity import golden, mutants
-from parity.__main__ import main
+from parity.__main__ import main, parse
 from parity.cases import FAMILIES
 from parity.mutants import Edit, Mutant
 from parity.releases import RELEASES, by_name, identify
@@ -170,3 +171,21 @@ def test_a_checkout_is_named_by_its_files_and_an_edit_makes_it_unverified(
     assert identify(root, "v0.8.0").label == "v0.8.0, edited"
     assert identify(root, "v0.8.0").release is None
     assert by_name("v0.8.0").commit.startswith("60bc2954")
+
+
+def test_every_command_of_the_page_is_one_that_parses() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
+    commands = re.findall(
+        r"^python -m parity(.*?)(?:#.*)?$", page.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert len(commands) == 4
+    for command in commands:
+        parse(command.split())
+
+
+def test_the_page_lists_every_release_family_and_golden_file() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
+    for release in RELEASES:
+        assert release.commit[:8] in text
+    for family in FAMILIES:
+        assert f"| {family} | " in text
