@@ -1,4 +1,4 @@
-"""Success on held-out rows, without hints and with them."""
+"""Success on held-out rows: first tries, and recoveries from one fixed set of errors."""
 
 from __future__ import annotations
 
@@ -13,53 +13,71 @@ from composer_trl_host.rollout import Generate, Rollout, RolloutRunner
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Counts over held-out episodes. ``failed``: episodes with an error that the model could answer;
-    ``recovered``: those of them that ended solved. ``hinted_*``: the same with the hint in the
-    model's own context, which is the teacher's success."""
+    """Counts over held-out episodes.
+
+    ``episodes`` rows were played as they come: ``first_try`` were solved without an error,
+    ``failed`` met an error that the model could answer, ``recovered`` of those ended solved.
+
+    A better policy fails less often and on harder rows, so recoveries are also counted from a set
+    of errors that stays the same over a run: ``replayed`` failed turns of the first evaluation are
+    given to the model as its own, and it samples what follows. ``replay_recovered`` ended solved
+    without a hint, ``hinted_recovered`` with the hint in the model's own context, which is the
+    teacher's success.
+    """
 
     episodes: int
     first_try: int
     failed: int
     recovered: int
     reward: float
-    hinted_failed: int
+    replayed: int
+    replay_recovered: int
     hinted_recovered: int
 
     @property
     def recovery_rate(self) -> float | None:
-        """Recovered over failed; None where nothing failed."""
-        return self.recovered / self.failed if self.failed else None
+        """Recovered over replayed errors, without a hint; None where there is none."""
+        return self.replay_recovered / self.replayed if self.replayed else None
 
     def as_metrics(self) -> dict[str, float]:
         """The counts under ``heldout/``."""
         return {f"heldout/{name}": value for name, value in asdict(self).items()}
 
 
-def evaluate(
-    runner: RolloutRunner, rows: Sequence[Mapping[str, Any]], generate: Generate, seed: int
-) -> Evaluation:
-    """Play ``rows`` without hints and again with them, from one seed, leaving the random state as it was."""
-    dropped = runner.dropped.copy()
-    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-        torch.manual_seed(seed)
-        plain = runner.play(rows, generate)
-        torch.manual_seed(seed)
-        hinted = runner.play(rows, generate, show_hints=True)
-    runner.dropped = dropped
-    return Evaluation(
-        episodes=len(plain),
-        first_try=sum(rollout.solved and not rollout.errors for rollout in plain),
-        failed=_failed(plain),
-        recovered=_recovered(plain),
-        reward=sum(rollout.reward for rollout in plain) / max(len(plain), 1),
-        hinted_failed=_failed(hinted),
-        hinted_recovered=_recovered(hinted),
-    )
+class Evaluator:
+    """Plays the same held-out rows again and again; the first time decides which errors are replayed."""
 
+    def __init__(self, runner: RolloutRunner, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
+        self.runner = runner
+        self.rows = rows
+        self.seed = seed
+        self._replay: tuple[list[Mapping[str, Any]], list[list[list[int]]]] | None = None
 
-def _failed(rollouts: list[Rollout]) -> int:
-    return sum(rollout.errors > 0 for rollout in rollouts)
+    def evaluate(self, generate: Generate) -> Evaluation:
+        """Play the rows from one seed, leaving the random state and the runner's counts as they were."""
+        dropped = self.runner.dropped.copy()
+        with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
+            plain = self._play(self.rows, generate)
+            if self._replay is None:
+                failed = [
+                    (row, rollout) for row, rollout in zip(self.rows, plain, strict=True) if rollout.errors
+                ]
+                self._replay = [row for row, _ in failed], [r.up_to_first_error() for _, r in failed]
+            rows, given = self._replay
+            replayed = self._play(rows, generate, given=given)
+            hinted = self._play(rows, generate, given=given, show_hints=True)
+        self.runner.dropped = dropped
+        return Evaluation(
+            episodes=len(plain),
+            first_try=sum(rollout.solved and not rollout.errors for rollout in plain),
+            failed=sum(rollout.errors > 0 for rollout in plain),
+            recovered=sum(rollout.errors > 0 and rollout.solved for rollout in plain),
+            reward=sum(rollout.reward for rollout in plain) / max(len(plain), 1),
+            replayed=len(rows),
+            replay_recovered=sum(rollout.solved for rollout in replayed),
+            hinted_recovered=sum(rollout.solved for rollout in hinted),
+        )
 
-
-def _recovered(rollouts: list[Rollout]) -> int:
-    return sum(rollout.errors > 0 and rollout.solved for rollout in rollouts)
+    def _play(self, rows: Sequence[Mapping[str, Any]], generate: Generate, **how: Any) -> list[Rollout]:
+        torch.manual_seed(self.seed)
+        return self.runner.play(rows, generate, **how)

@@ -221,10 +221,10 @@ def print_summary(console: Console, summary: Summary) -> None:
     if summary.start is not None and summary.end is not None:
         rows: list[tuple[str, Callable[[Evaluation], str]]] = [
             ("held-out: first try solved", lambda e: _share(e.first_try, e.episodes)),
-            ("held-out: recovery without a hint", lambda e: _share(e.recovered, e.failed)),
+            ("held-out: recovery without a hint", lambda e: _share(e.replay_recovered, e.replayed)),
             (
                 "held-out: recovery with the hint (the teacher's)",
-                lambda e: _share(e.hinted_recovered, e.hinted_failed),
+                lambda e: _share(e.hinted_recovered, e.replayed),
             ),
         ]
         for name, cell in rows:

@@ -24,7 +24,8 @@ class Rollout:
 
     ``completion_ids`` holds the model's turns and the environment's answers in order,
     ``sampled`` is 1 on tokens that the model sampled; ``logprobs`` (nats, 0 where not sampled) is
-    None where the generator gives none. ``errors`` counts failed calls that the model could answer.
+    None where the generator gives none. ``turn_ids`` are the model's turns as sampled,
+    ``failed_turns`` the numbers of those whose call failed and could be answered.
     """
 
     prompt_ids: list[int]
@@ -35,8 +36,17 @@ class Rollout:
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
     solved: bool = False
-    turns: int = 0
-    errors: int = 0
+    turn_ids: list[list[int]] = field(default_factory=list)
+    failed_turns: list[int] = field(default_factory=list)
+
+    @property
+    def errors(self) -> int:
+        """Failed calls that the model could answer."""
+        return len(self.failed_turns)
+
+    def up_to_first_error(self) -> list[list[int]]:
+        """The model's turns up to and including the first failed one."""
+        return self.turn_ids[: self.failed_turns[0] + 1]
 
 
 @dataclass(frozen=True)
@@ -74,32 +84,43 @@ class RolloutRunner:
         self.dropped: Counter[str] = Counter()
 
     def play(
-        self, rows: Sequence[Mapping[str, Any]], generate: Generate, show_hints: bool = False
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        generate: Generate,
+        show_hints: bool = False,
+        given: Sequence[Sequence[list[int]]] | None = None,
     ) -> list[Rollout]:
-        """Play each row once. ``show_hints``: the model itself reads the hints (to measure the teacher)."""
+        """Play each row once.
+
+        ``show_hints``: the model itself reads the hints (to measure the teacher). ``given``: turns
+        per row that are replayed instead of sampled, before the model takes over.
+        """
         episodes = [self.environment.episode(row) for row in rows]
         rollouts = [Rollout(prompt_ids=self.chat.prompt_ids(episode.prompt)) for episode in episodes]
         for rollout, episode in zip(rollouts, episodes, strict=True):
             rollout.messages.extend(episode.prompt)
+        replay = [list(turns) for turns in given] if given is not None else [[] for _ in rows]
         failures: dict[int, _Failure] = {}
         active = list(range(len(rows)))
-        for turn in range(self.config.trl_host.max_turns):
+        for number in range(self.config.trl_host.max_turns):
             active = [i for i in active if self._has_room(rollouts[i])]
             if not active:
                 break
-            contexts = [self._context(rollouts[i], failures.get(i), show_hints) for i in active]
-            turns, logprobs = generate(contexts)
-            if len(turns) != len(active):
+            sampling = [i for i in active if number >= len(replay[i])]
+            contexts = [self._context(rollouts[i], failures.get(i), show_hints) for i in sampling]
+            turns, logprobs = generate(contexts) if contexts else ([], None)
+            if len(turns) != len(sampling):
                 raise TaskError(
-                    f"the generator must give one turn per context, {len(active)}; found {len(turns)}"
+                    f"the generator must give one turn per context, {len(sampling)}; found {len(turns)}"
                 )
-            last = turn + 1 == self.config.trl_host.max_turns
+            taken = {i: (replay[i][number], None) for i in active if number < len(replay[i])} | {
+                i: (turns[k], None if logprobs is None else logprobs[k]) for k, i in enumerate(sampling)
+            }
+            last = number + 1 == self.config.trl_host.max_turns
             still: list[int] = []
-            for position, i in enumerate(active):
-                sampled_logprobs = None if logprobs is None else logprobs[position]
-                if self._take_turn(
-                    rollouts[i], episodes[i], turns[position], sampled_logprobs, failures, i, last
-                ):
+            for i in active:
+                turn, turn_logprobs = taken[i]
+                if self._take_turn(rollouts[i], episodes[i], turn, turn_logprobs, failures, i, last):
                     still.append(i)
             active = still
         for rollout, episode in zip(rollouts, episodes, strict=True):
@@ -133,7 +154,7 @@ class RolloutRunner:
         """Append one sampled turn and the answer to it. Returns whether the episode goes on."""
         start = len(rollout.prompt_ids) + len(rollout.completion_ids)
         _append(rollout, turn, 1, logprobs)
-        rollout.turns += 1
+        rollout.turn_ids.append(turn)
         text = self.chat.tokenizer.decode(turn, skip_special_tokens=True)
         rollout.messages.append({"role": "assistant", "content": text})
         self._close_site(rollout, failures.pop(index, None), start, start + len(turn))
@@ -144,7 +165,7 @@ class RolloutRunner:
         _append(rollout, self.chat.after_turn(turn, bridge, self.eos_token_ids), 0, logprobs)
         splice_at = len(rollout.prompt_ids) + len(rollout.completion_ids)
         if reply.tool_error is not None:
-            rollout.errors += 1
+            rollout.failed_turns.append(len(rollout.turn_ids) - 1)
             failures[index] = self._failure(rollout, reply, text, splice_at)
         rollout.messages.extend(reply.messages)
         _append(rollout, list(bridge.generation_prompt), 0, logprobs)

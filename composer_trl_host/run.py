@@ -18,7 +18,7 @@ from composer_prime_plugin.errors import ConfigError, TaskError
 from composer_prime_plugin.runfile import RunFile
 from composer_trl_host.chat import Chat
 from composer_trl_host.environment import Environment
-from composer_trl_host.evaluate import Evaluation, evaluate
+from composer_trl_host.evaluate import Evaluation, Evaluator
 from composer_trl_host.loading import load_model, load_object, lora_config
 from composer_trl_host.report import (
     CURVES_FILE,
@@ -68,9 +68,10 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     for callback in (writer, report, stop):
         trainer.add_callback(callback)
     try:
-        start = _evaluate(trainer, runner, heldout, settings, writer, console, "start")
+        evaluator = Evaluator(runner, heldout, settings.seed)
+        start = _evaluate(trainer, evaluator, writer, console, "start")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        end = None if stop.asked else _evaluate(trainer, runner, heldout, settings, writer, console, "end")
+        end = None if stop.asked else _evaluate(trainer, evaluator, writer, console, "end")
     finally:
         report.stop()
         stop.restore()
@@ -206,20 +207,12 @@ def _grpo_config(settings: HostSettings, turn_tokens: int) -> Any:
 
 
 def _evaluate(
-    trainer: ComposerGRPOTrainer,
-    runner: RolloutRunner,
-    rows: list[dict[str, Any]],
-    settings: HostSettings,
-    writer: MetricsWriter,
-    console: Console,
-    when: str,
+    trainer: ComposerGRPOTrainer, evaluator: Evaluator, writer: MetricsWriter, console: Console, when: str
 ) -> Evaluation | None:
-    if not rows:
+    if not evaluator.rows:
         return None
-    console.print(
-        f"held-out evaluation ({when}): {len(rows)} prompts, without hints and with them", highlight=False
-    )
-    result = evaluate(runner, rows, trainer.sample_turns, settings.seed)
+    console.print(f"held-out evaluation ({when}): {len(evaluator.rows)} prompts", highlight=False)
+    result = evaluator.evaluate(trainer.sample_turns)
     if trainer.accelerator.is_main_process:
         writer.write({"step": trainer.state.global_step, "evaluation": when, **result.as_metrics()})
     return result

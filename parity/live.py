@@ -32,6 +32,7 @@ LOSS_MODULE = "prime_rl.trainer.rl.loss"
 CONFIG_MODULE = "prime_rl.configs.trainer"
 CONFIG_CLASSES = {"default_loss_fn": "DefaultLossConfig", "ipo_loss_fn": "IPOLossConfig"}
 LIVE = "live, to the bit"
+NOT_VERIFIED = "(not verified)"
 TIMEOUT_SECONDS = 600
 
 
@@ -133,7 +134,7 @@ def compare(module: ModuleType, label: str, release: Release | None) -> list[Fam
     """One row per objective and family against ``module``'s functions."""
     inputs_class = module.LossInputs
     fields = tuple(item.name for item in dataclasses.fields(inputs_class))
-    shown = label if release is not None else f"{label} (not verified)"
+    shown = label if release is not None else f"{label} {NOT_VERIFIED}"
     rows: list[FamilyResult] = []
     for target in targets(module, release):
         if isinstance(target, str):

@@ -6,7 +6,7 @@ from composer_prime_plugin import ComposerConfig
 from composer_prime_plugin.errors import TaskError
 from composer_trl_host.alignment import build_site_batch, paired_positions
 from composer_trl_host.chat import Chat
-from composer_trl_host.evaluate import evaluate
+from composer_trl_host.evaluate import Evaluator
 from composer_trl_host.rollout import RolloutRunner
 
 from .fakes import PasswordEnvironment
@@ -42,13 +42,23 @@ ROWS = [{"secret": "aa"}, {"secret": "bb"}]
 def test_an_error_that_is_answered_is_a_site_and_the_turn_after_it_is_its_recovery(tokenizer):
     rollouts = runner(tokenizer).play(ROWS, script(tokenizer, [["aa", "no"], ["bb"]]))
     solved_at_once, recovered = rollouts
-    assert (solved_at_once.sites, solved_at_once.turns, solved_at_once.errors, solved_at_once.reward) == (
+    assert (
+        solved_at_once.sites,
+        len(solved_at_once.turn_ids),
+        solved_at_once.errors,
+        solved_at_once.reward,
+    ) == (
         [],
         1,
         0,
         1.0,
     )
-    assert (recovered.turns, recovered.errors, recovered.reward, recovered.solved) == (2, 1, 1.0, True)
+    assert (len(recovered.turn_ids), recovered.errors, recovered.reward, recovered.solved) == (
+        2,
+        1,
+        1.0,
+        True,
+    )
     ids = [*recovered.prompt_ids, *recovered.completion_ids]
     (site,) = recovered.sites
     assert tokenizer.decode(ids[site.start : site.stop], skip_special_tokens=False) == "bb<|im_end|>"
@@ -73,7 +83,7 @@ def test_the_context_of_a_turn_is_what_was_sampled_before_it(tokenizer):
 
 def test_consecutive_errors_are_a_site_each_and_the_last_unanswered_one_is_none(tokenizer):
     rollout = runner(tokenizer).play([{"secret": "aa"}], script(tokenizer, [["x"], ["y"], ["z"]]))[0]
-    assert (len(rollout.sites), rollout.errors, rollout.turns, rollout.solved) == (2, 2, 3, False)
+    assert (len(rollout.sites), rollout.errors, len(rollout.turn_ids), rollout.solved) == (2, 2, 3, False)
     ids = [*rollout.prompt_ids, *rollout.completion_ids]
     assert [tokenizer.decode(ids[s.start : s.stop]) for s in rollout.sites] == ["y<|im_end|>", "z<|im_end|>"]
     batch = build_site_batch([ids], [rollout.sites], [0], tokenizer.pad_token_id).as_batch()
@@ -130,9 +140,28 @@ def test_a_generator_that_loses_a_turn_is_an_error(tokenizer):
         runner(tokenizer).play(ROWS, lambda contexts: ([[1]], None))
 
 
-def test_evaluation_counts_first_tries_recoveries_and_the_teachers_own(tokenizer):
-    turns = [["aa", "no"], ["bb"], ["no", "no"], ["aa", "no"], ["no"]]
-    result = evaluate(runner(tokenizer), ROWS, script(tokenizer, turns), seed=0)
-    assert (result.episodes, result.first_try, result.failed, result.recovered) == (2, 1, 1, 1)
-    assert (result.hinted_failed, result.hinted_recovered) == (2, 1)
-    assert result.reward == 1.0
+def test_given_turns_are_replayed_and_the_model_takes_over_behind_them(tokenizer):
+    real = runner(tokenizer)
+    first = real.play([{"secret": "aa"}], script(tokenizer, [["x"], ["y"], ["z"]]))[0]
+    assert first.failed_turns == [0, 1]
+    generate = script(tokenizer, [["aa"]])
+    again = real.play([{"secret": "aa"}], generate, given=[first.up_to_first_error()])[0]
+    assert (
+        again.completion_ids[: first.sites[0].start - len(first.prompt_ids)]
+        == (first.completion_ids[: first.sites[0].start - len(first.prompt_ids)])
+    )
+    assert (len(generate.contexts), again.solved) == (1, True)
+
+
+def test_evaluation_counts_first_tries_and_recoveries_from_the_first_evaluations_errors(tokenizer):
+    real = runner(tokenizer)
+    evaluator = Evaluator(real, ROWS, seed=0)
+    # As it comes: aa at once, bb after an error. Replayed is bb's error: not recovered, hinted recovered.
+    start = evaluator.evaluate(script(tokenizer, [["aa", "no"], ["bb"], ["no"], ["no"], ["bb"]]))
+    assert (start.episodes, start.first_try, start.failed, start.recovered) == (2, 1, 1, 1)
+    assert (start.replayed, start.replay_recovered, start.hinted_recovered, start.reward) == (1, 0, 1, 1.0)
+    # Later nothing fails, and the same error is replayed still.
+    end = evaluator.evaluate(script(tokenizer, [["aa", "bb"], ["bb"], ["bb"]]))
+    assert (end.first_try, end.failed, end.replayed, end.replay_recovered) == (2, 0, 1, 1)
+    assert end.recovery_rate == 1.0
+    assert real.dropped == {}

@@ -13,7 +13,9 @@ import pytest
 from composer_prime_plugin.cli import main
 from composer_trl_host import report
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 
 TASK = Path(__file__).with_name("fakes.py")
 
@@ -145,14 +147,20 @@ def test_a_run_without_sdpo_trains_channel_one_on_the_host(toml, capsys):
     [
         (["--trainer.loss.kwargs.trl_host.environment", "gone.py:X"], "must name an existing file"),
         (["--trainer.loss.kwargs.trl_host.environment", "task.py:Gone"], "has no 'Gone'"),
-        (["--trainer.loss.kwargs.trl_host.environment", "no.such.Thing"], "must be file.py:Name or package.module.Name"),
+        (
+            ["--trainer.loss.kwargs.trl_host.environment", "no.such.Thing"],
+            "must be file.py:Name or package.module.Name",
+        ),
         (["--trainer.loss.kwargs.trl_host.adapter", "gone"], "has no adapter_config.json"),
         (["--orchestrator.group-size", "1"], "group_size must be at least 2"),
         (["--orchestrator.batch-size", "5"], "must be a multiple of"),
         (["--trainer.loss.kwargs.sdpo.teacher", "ema"], "sdpo.teacher must be 'live'"),
         (["--ckpt.resume-step", "7"], "resume must name a checkpoint"),
         (["--model.name", "no-such-folder/x"], "the model must come with a tokenizer"),
-        (["--seq-len", "20", "--orchestrator.train.sampling.max-completion-tokens", "None"], "seq_len must leave room"),
+        (
+            ["--seq-len", "20", "--orchestrator.train.sampling.max-completion-tokens", "None"],
+            "seq_len must leave room",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_two(toml, capsys, monkeypatch, arguments, message):

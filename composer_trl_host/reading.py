@@ -1,0 +1,273 @@
+"""Reading a model: one student forward, and a teacher that reads only what the student has not.
+
+A ``Reading`` answers per-token questions about next-token distributions. Where the output head can
+be applied to hidden states (checked against the model's own logits once), no full logits exist.
+Where the student's keys and values can be reused, the teacher reads the hint and the recovery turn
+behind them; else it reads its whole sequence. Which of these a model gets is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from composer_trl_host.head import OutputHead, RowsFn, chunked_rows
+
+logger = logging.getLogger(__name__)
+
+HEAD_TOLERANCE = 1e-2
+"""Largest difference, relative to the largest logit, between the head applied here and the model's
+own logits. Rounding stays below 1e-5 in float32 and 8e-3 in bfloat16; a forgotten scale or cap is far above."""
+
+TEACHER_TOKENS = 2**16
+"""Prefix and new tokens of the sites that one teacher forward holds at most."""
+
+_SHARED_ATTENTION = ("sdpa", "eager")
+"""Attention implementations whose masks may have holes in the middle, as a shared prefix needs."""
+
+
+class Reading(Protocol):
+    """Next-token distributions of a batch; ``column`` is the position that predicts."""
+
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn) -> Tensor:
+        """``rows_fn`` of the logits at ``(row, column)``, ``(n, ...)``, with gradient to the model."""
+        ...
+
+    def block(self, row: Tensor, column: Tensor) -> Tensor:
+        """``(n, vocab)`` logits at ``(row, column)``, without gradient."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogitsReading:
+    """Full logits ``(B, T - first, vocab)`` of the columns from ``first`` on."""
+
+    logits: Tensor
+    first: int = 0
+
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn) -> Tensor:
+        return rows_fn(self.logits[row, column - self.first], slice(0, row.numel()))
+
+    @torch.no_grad()
+    def block(self, row: Tensor, column: Tensor) -> Tensor:
+        return self.logits[row, column - self.first]
+
+
+@dataclass(frozen=True)
+class HiddenReading:
+    """Hidden states ``(B, T, hidden)`` and the head that turns them into logits."""
+
+    hidden: Tensor
+    head: OutputHead
+
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn) -> Tensor:
+        return chunked_rows(self.hidden[row, column], self.head, rows_fn)
+
+    @torch.no_grad()
+    def block(self, row: Tensor, column: Tensor) -> Tensor:
+        return self.head.logits(self.hidden[row, column])
+
+
+@dataclass(frozen=True)
+class StudentReading:
+    """The student's reading and, where they can be reused, its keys and values (layer by layer)."""
+
+    reading: Reading
+    keys_values: tuple[tuple[Tensor, Tensor], ...] | None = None
+
+
+def read_student(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, first: int, keep_keys_values: bool
+) -> StudentReading:
+    """One forward of ``model`` in the mode it is in. ``first``: the first column that will be asked for."""
+    decoder, head = _parts(model)
+    share = keep_keys_values and decoder is not None and _can_share(model, decoder)
+    inputs = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids(attention_mask),
+        "use_cache": share,
+    }
+    if head is None or decoder is None:
+        keep = input_ids.size(1) - first
+        logits = model(**inputs, logits_to_keep=keep).logits
+        return StudentReading(LogitsReading(logits[:, -keep:], first))
+    seen: list[Any] = []
+    hook = decoder.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    try:
+        # The model's own call keeps every wrapper (DDP, autocast, PEFT) in play; one column of logits
+        # is formed by it, the rest by the head here.
+        logits = model(**inputs, logits_to_keep=1).logits
+    finally:
+        hook.remove()
+    hidden = seen[0].last_hidden_state
+    if not _head_fits(model, head, hidden[:, -1], logits[:, -1]):
+        return read_student(model, input_ids, attention_mask, first, keep_keys_values)
+    cache = seen[0].past_key_values if share else None
+    return StudentReading(HiddenReading(hidden, head), _detached_layers(cache))
+
+
+@torch.no_grad()
+def read_teacher(
+    model: nn.Module, batch: Mapping[str, Any], student: StudentReading | None
+) -> tuple[Reading, Tensor]:
+    """The teacher's reading of every site, in eval mode, and the ``(S,)`` columns that its first token
+    stands for: 0 for a whole sequence, the length of the shared prefix otherwise."""
+    sites = batch["teacher_input_ids"].size(0)
+    with _eval_mode(model):
+        if student is not None and student.keys_values is not None and "teacher_prefix" in batch:
+            return _read_behind_prefix(model, batch, student)
+        mask = batch["teacher_attention_mask"]
+        start = torch.zeros(sites, dtype=torch.long, device=mask.device)
+        reading = read_student(model, batch["teacher_input_ids"], mask, 0, keep_keys_values=False).reading
+        return reading, start
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """``(B, T)`` positions counted over real tokens, so that padding moves nothing."""
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def _read_behind_prefix(
+    model: nn.Module, batch: Mapping[str, Any], student: StudentReading
+) -> tuple[Reading, Tensor]:
+    """Each site's tokens from the last one before its hint on, behind the student's keys and values."""
+    assert student.keys_values is not None
+    decoder, head = _parts(model)
+    assert decoder is not None
+    assert head is not None
+    # One token before the hint is read again: with an empty hint it predicts the first recovery token.
+    prefix = (batch["teacher_prefix"] - 1).clamp(min=0)
+    student_prefix = (batch["student_prefix"] - 1).clamp(min=0)
+    lengths = batch["teacher_attention_mask"].sum(dim=1) - prefix
+    width, new = int(student_prefix.max()), int(lengths.max())
+    device = batch["teacher_input_ids"].device
+    column = torch.arange(new, device=device)
+    is_new = column[None, :] < lengths[:, None]
+    gather = (prefix[:, None] + column[None, :]).clamp(max=batch["teacher_input_ids"].size(1) - 1)
+    ids = batch["teacher_input_ids"].gather(1, gather)
+    past = torch.arange(width, device=device)[None, :] < student_prefix[:, None]
+    past = past & batch["attention_mask"][batch["site_row"], :width].bool()
+    mask = torch.cat([past, is_new], dim=1).long()
+    hidden: list[Tensor] = []
+    for sites in torch.arange(ids.size(0), device=device).split(max(1, TEACHER_TOKENS // (width + new))):
+        output = decoder(
+            input_ids=ids[sites],
+            attention_mask=mask[sites],
+            position_ids=prefix[sites, None] + column[None, :],
+            past_key_values=_cache(student.keys_values, batch["site_row"][sites], width),
+            use_cache=True,
+        )
+        hidden.append(output.last_hidden_state)
+    return HiddenReading(torch.cat(hidden), head), prefix
+
+
+def _cache(layers: tuple[tuple[Tensor, Tensor], ...], rows: Tensor, width: int) -> Any:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for index, (keys, values) in enumerate(layers):
+        cache.update(keys[rows, :, :width], values[rows, :, :width], index)
+    return cache
+
+
+def _detached_layers(cache: Any) -> tuple[tuple[Tensor, Tensor], ...] | None:
+    from transformers.cache_utils import DynamicLayer
+
+    # Sliding windows, quantized and recurrent states are other layer classes: they hold no full prefix.
+    layers = getattr(cache, "layers", None)
+    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
+        return None
+    return tuple((layer.keys.detach(), layer.values.detach()) for layer in layers)
+
+
+_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Models whose head was checked: True where only their own full logits may be used."""
+
+
+def _parts(model: nn.Module) -> tuple[nn.Module | None, OutputHead | None]:
+    """The decoder under every wrapper and its head; None for a model that must be read plainly."""
+    inner = _unwrap(model)
+    if _plain.get(inner, False) or not hasattr(inner, "get_decoder") or _is_sharded(model):
+        return None, None
+    if inner.get_output_embeddings() is None or type(inner.get_output_embeddings()) is not nn.Linear:
+        return None, None
+    return inner.get_decoder(), OutputHead.of(inner)
+
+
+def _unwrap(model: nn.Module) -> Any:
+    inner: Any = model
+    while True:
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif isinstance(inner, nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        else:
+            return inner
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    ) or "FullyShardedDataParallel" in {type(module).__name__ for module in model.modules()}
+
+
+def _can_share(model: nn.Module, decoder: nn.Module) -> bool:
+    """Whether the student's keys and values are what the teacher would compute for the same tokens."""
+    inner = _unwrap(model)
+    why = None
+    if model.training and getattr(inner, "is_gradient_checkpointing", False):
+        why = "activation checkpointing keeps no keys and values"
+    elif getattr(inner.config, "_attn_implementation", None) not in _SHARED_ATTENTION:
+        why = f"attention {inner.config._attn_implementation!r} takes no mask with holes"
+    elif model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in decoder.modules()):
+        why = "dropout is on"
+    if why is not None:
+        _once(inner, f"the teacher reads its whole sequence: {why}")
+    return why is None
+
+
+def _head_fits(model: nn.Module, head: OutputHead, hidden: Tensor, logits: Tensor) -> bool:
+    inner = _unwrap(model)
+    if inner in _plain:
+        return not _plain[inner]
+    with torch.no_grad():
+        mine = head.logits(hidden).float()
+        worst = float((mine - logits.float()).abs().max() / logits.float().abs().max().clamp(min=1e-6))
+    _plain[inner] = not worst <= HEAD_TOLERANCE
+    if _plain[inner]:
+        _once(
+            inner,
+            f"the model's own full logits are used: its output head is not W h + b with a known scale and cap "
+            f"(relative difference {worst:.2g})",
+        )
+    return not _plain[inner]
+
+
+_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+def _once(model: nn.Module, message: str) -> None:
+    said = _said.setdefault(model, set())
+    if message not in said:
+        said.add(message)
+        logger.warning(message)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
