@@ -54,6 +54,8 @@ class SiteBatch:
     ``site_row``: ``(S,)`` long, the student row of each site. ``student_response_idx``,
     ``teacher_response_idx``: ``(S, K)`` long, positions **of** the recovery tokens in the padded
     sequences (the loss reads the logits one earlier), padded with -1; ``*_valid``: ``(S, K)`` bool.
+    ``teacher_prefix``, ``student_prefix``: ``(S,)`` long, where the hint begins in the teacher's
+    sequence and the same boundary's column in the padded student row; what stands before is shared.
     ``hint_source``: one name per site.
     """
 
@@ -64,6 +66,8 @@ class SiteBatch:
     teacher_response_idx: Tensor
     student_response_valid: Tensor
     teacher_response_valid: Tensor
+    teacher_prefix: Tensor
+    student_prefix: Tensor
     hint_source: tuple[str, ...]
 
     def as_batch(self) -> dict[str, Any]:
@@ -87,6 +91,8 @@ def build_site_batch(
     student_idx: list[list[int]] = []
     teacher_idx: list[list[int]] = []
     site_row: list[int] = []
+    prefix: list[int] = []
+    student_prefix: list[int] = []
     sources: list[str] = []
     for row, (ids, row_sites, offset) in enumerate(zip(rows, sites, offsets, strict=True)):
         for site in row_sites:
@@ -99,6 +105,8 @@ def build_site_batch(
             student_idx.append([offset + position for position in range(site.start, site.stop)])
             teacher_idx.append([len(site.hint_ids) + position for position in range(site.start, site.stop)])
             site_row.append(row)
+            prefix.append(site.splice_at)
+            student_prefix.append(offset + site.splice_at)
             sources.append(site.hint_source)
     student_response_idx, student_valid = _pad_indices(student_idx)
     teacher_response_idx, teacher_valid = _pad_indices(teacher_idx)
@@ -115,6 +123,8 @@ def build_site_batch(
         teacher_response_idx=teacher_response_idx,
         student_response_valid=student_valid,
         teacher_response_valid=teacher_valid,
+        teacher_prefix=torch.tensor(prefix, dtype=torch.long),
+        student_prefix=torch.tensor(student_prefix, dtype=torch.long),
         hint_source=tuple(sources),
     )
 

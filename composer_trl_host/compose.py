@@ -7,8 +7,7 @@ are those that the plugin gives on PRIME-RL.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from composer_prime_plugin.errors import LossInputError
 from composer_prime_plugin.objectives import PolicyInputs
 from composer_prime_plugin.plugin import channel_one, check_sample
 from composer_trl_host.alignment import Pairs, paired_positions
+from composer_trl_host.reading import Reading, StudentReading, read_student, read_teacher
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,15 @@ def compose_loss(
     sdpo = config.sdpo
     weight = sdpo.weight_at(int(batch.get("step", 0)))
     input_ids, completion = batch["input_ids"], batch["completion_mask"]
-    logits, first = _student_logits(model, input_ids, batch["attention_mask"], completion)
-    samples = _samples(logits, first, batch, float(batch.get("temperature", 1.0)))
+    has_sites = sdpo.active and _has_sites(batch)
+    student = read_student(
+        model, input_ids, batch["attention_mask"], _first_column(completion), has_sites and teacher is None
+    )
+    samples = _samples(student.reading, batch, float(batch.get("temperature", 1.0)))
     contract = _host_contract()
     # PRIME-RL's own accumulation, term by term: an anchor on the graph, one sum per sample, one division.
     policy = samples[0].trainer_logprobs.sum() * 0.0
-    kl = torch.zeros((), dtype=torch.float32, device=logits.device)
+    kl = torch.zeros((), dtype=torch.float32, device=input_ids.device)
     policy_metrics: list[dict[str, Tensor]] = []
     loss_tokens = 0
     for sample in samples:
@@ -105,14 +108,12 @@ def compose_loss(
     num_loss_tokens = max(int(batch.get("num_loss_tokens", loss_tokens)), 1)
     loss = policy / num_loss_tokens
 
-    sdpo_sum = torch.zeros((), dtype=torch.float32, device=logits.device)
+    sdpo_sum = torch.zeros((), dtype=torch.float32, device=input_ids.device)
     tokens = sites = left_out = clipped = 0
     sources: dict[str, tuple[float, int]] = {}
-    if sdpo.active and _has_sites(batch):
+    if has_sites:
         pairs, left_out = paired_positions(input_ids, dict(batch), sdpo.strict)
-        teacher_logits = _teacher_logits(model, teacher or Teacher(), batch, pairs)
-        student_logits = logits[pairs.row, pairs.student - 1 - first]
-        values, clip_flags = _divergence(student_logits, teacher_logits, sdpo)
+        values, clip_flags = _divergence(model, student, teacher or Teacher(), batch, pairs, sdpo)
         sdpo_sum = values.sum()
         tokens, clipped = values.numel(), int(clip_flags.sum())
         sites = int(pairs.site.unique().numel())
@@ -168,48 +169,34 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
         )
 
 
-def _student_logits(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, completion: Tensor
-) -> tuple[Tensor, int]:
-    """``(B, T - first, vocab)`` logits from column ``first`` on, the one before the earliest completion token."""
+def _first_column(completion: Tensor) -> int:
+    """The column that predicts the earliest completion token."""
     columns = completion.any(dim=0).nonzero()
-    first = int(columns[0]) - 1 if columns.numel() else input_ids.size(1) - 1
-    keep = input_ids.size(1) - first
-    logits = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids(attention_mask),
-        use_cache=False,
-        logits_to_keep=keep,
-    ).logits
-    return logits[:, -keep:], first
+    return int(columns[0]) - 1 if columns.numel() else completion.size(1) - 1
 
 
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """``(B, T)`` positions counted over real tokens, so that padding moves nothing."""
-    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-
-
-def _samples(logits: Tensor, first: int, batch: Mapping[str, Any], temperature: float) -> list[PolicyInputs]:
+def _samples(reading: Reading, batch: Mapping[str, Any], temperature: float) -> list[PolicyInputs]:
     """One objective sample per row: its valid completion tokens, in order."""
-    samples: list[PolicyInputs] = []
+    rows, columns = batch["completion_mask"].nonzero(as_tuple=True)
+    tokens = batch["input_ids"][rows, columns]
+    logprobs = reading.per_token(
+        rows, columns - 1, lambda logits, block: token_logprobs(logits, tokens[block], temperature)
+    )
+    lengths = batch["completion_mask"].sum(dim=1).tolist()
     inference, weights = batch.get("inference_logprobs"), batch.get("loss_weights")
-    for row in range(batch["input_ids"].size(0)):
-        columns = batch["completion_mask"][row].nonzero(as_tuple=True)[0]
-        trainer = token_logprobs(
-            logits[row, columns - 1 - first], batch["input_ids"][row, columns], temperature
-        )
+    samples: list[PolicyInputs] = []
+    for row, (trainer, here) in enumerate(zip(logprobs.split(lengths), columns.split(lengths), strict=True)):
         advantage = batch["advantages"][row]
         sample = PolicyInputs(
             trainer_logprobs=trainer,
             inference_logprobs=trainer.detach()
             if inference is None
-            else inference[row, columns].to(trainer.dtype),
-            advantages=(advantage[columns] if advantage.dim() else advantage.expand(columns.numel())).to(
+            else inference[row, here].to(trainer.dtype),
+            advantages=(advantage[here] if advantage.dim() else advantage.expand(here.numel())).to(
                 trainer.dtype
             ),
-            loss_mask=batch["response_mask"][row, columns],
-            loss_weights=None if weights is None else weights[row, columns].to(trainer.dtype),
+            loss_mask=batch["response_mask"][row, here],
+            loss_weights=None if weights is None else weights[row, here].to(trainer.dtype),
         )
         check_sample(sample)
         samples.append(sample)
@@ -225,42 +212,35 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     return chosen - torch.logsumexp(logits, dim=-1)
 
 
-@torch.no_grad()
-def _teacher_logits(model: nn.Module, teacher: Teacher, batch: Mapping[str, Any], pairs: Pairs) -> Tensor:
-    """``(N, vocab)`` logits of the hinted context at the pairs, read one position earlier."""
-    reader = teacher.model if teacher.model is not None else model
-    with _eval_mode(reader):
-        logits = reader(
-            input_ids=batch["teacher_input_ids"],
-            attention_mask=batch["teacher_attention_mask"],
-            position_ids=position_ids(batch["teacher_attention_mask"]),
-            use_cache=False,
-        ).logits
-    return logits[pairs.site, pairs.teacher - 1]
+def _divergence(
+    model: nn.Module,
+    student: StudentReading,
+    teacher: Teacher,
+    batch: Mapping[str, Any],
+    pairs: Pairs,
+    sdpo: SDPOConfig,
+) -> tuple[Tensor, Tensor]:
+    """``(N,)`` divergences of the pairs and whether the clip acted, read one position earlier."""
+    reader = model if teacher.model is None else teacher.model
+    reading, start = read_teacher(reader, batch, student if teacher.model is None else None)
+    teacher_column = pairs.teacher - 1 - start[pairs.site]
 
+    def rows(logits: Tensor, block: slice) -> Tensor:
+        teacher_logits = reading.block(pairs.site[block], teacher_column[block])
+        check_logits(logits, teacher_logits)
+        result = token_divergence(
+            logits,
+            teacher_logits,
+            beta=sdpo.jsd_beta,
+            temperature=sdpo.temperature,
+            token_clip=sdpo.token_clip,
+            clip_mode=sdpo.clip_mode,
+        )
+        check_finite_divergence(result.values, logits, teacher_logits)
+        return torch.stack([result.values, result.clipped.to(result.values.dtype)], dim=-1)
 
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-def _divergence(student: Tensor, teacher: Tensor, sdpo: SDPOConfig) -> tuple[Tensor, Tensor]:
-    check_logits(student, teacher)
-    result = token_divergence(
-        student,
-        teacher,
-        beta=sdpo.jsd_beta,
-        temperature=sdpo.temperature,
-        token_clip=sdpo.token_clip,
-        clip_mode=sdpo.clip_mode,
-    )
-    check_finite_divergence(result.values, student, teacher)
-    return result.values, result.clipped
+    values, clipped = student.reading.per_token(pairs.row, pairs.student - 1, rows).unbind(dim=-1)
+    return values, clipped.detach() > 0
 
 
 def _by_source(values: Tensor, pairs: Pairs, names: Sequence[str] | None) -> dict[str, tuple[float, int]]:

@@ -8,6 +8,7 @@ behind them; else it reads its whole sequence. Which of these a model gets is lo
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def read_student(
     hidden = seen[0].last_hidden_state
     if not _head_fits(model, head, hidden[:, -1], logits[:, -1]):
         return read_student(model, input_ids, attention_mask, first, keep_keys_values)
-    cache = seen[0].past_key_values if share else None
+    cache = getattr(seen[0], _cache_name(decoder)) if share else None
     return StudentReading(HiddenReading(hidden, head), _detached_layers(cache))
 
 
@@ -162,11 +163,16 @@ def _read_behind_prefix(
             input_ids=ids[sites],
             attention_mask=mask[sites],
             position_ids=prefix[sites, None] + column[None, :],
-            past_key_values=_cache(student.keys_values, batch["site_row"][sites], width),
             use_cache=True,
+            **{_cache_name(decoder): _cache(student.keys_values, batch["site_row"][sites], width)},
         )
         hidden.append(output.last_hidden_state)
     return HiddenReading(torch.cat(hidden), head), prefix
+
+
+def _cache_name(decoder: nn.Module) -> str:
+    """transformers renamed ``past_key_values`` to ``cache`` and warns at the old name."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
 def _cache(layers: tuple[tuple[Tensor, Tensor], ...], rows: Tensor, width: int) -> Any:
@@ -225,7 +231,7 @@ def _can_share(model: nn.Module, decoder: nn.Module) -> bool:
     """Whether the student's keys and values are what the teacher would compute for the same tokens."""
     inner = _unwrap(model)
     why = None
-    if model.training and getattr(inner, "is_gradient_checkpointing", False):
+    if model.training and _is_checkpointing(inner):
         why = "activation checkpointing keeps no keys and values"
     elif getattr(inner.config, "_attn_implementation", None) not in _SHARED_ATTENTION:
         why = f"attention {inner.config._attn_implementation!r} takes no mask with holes"
@@ -234,6 +240,12 @@ def _can_share(model: nn.Module, decoder: nn.Module) -> bool:
     if why is not None:
         _once(inner, f"the teacher reads its whole sequence: {why}")
     return why is None
+
+
+def _is_checkpointing(model: Any) -> bool:
+    """transformers renamed ``is_gradient_checkpointing`` and warns at the old name."""
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name if hasattr(model, name) else "is_gradient_checkpointing", False))
 
 
 def _head_fits(model: nn.Module, head: OutputHead, hidden: Tensor, logits: Tensor) -> bool:

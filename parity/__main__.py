@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ComposerError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # The reader (head, less) is gone; without this the interpreter complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _checkouts(paths: Sequence[Path], release: str | None) -> list[tuple[Path | None, Identity]]:

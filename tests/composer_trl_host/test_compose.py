@@ -118,7 +118,7 @@ def test_both_channels_equal_plain_loops_over_unpadded_sequences(model):
 
 def test_there_is_one_student_forward(model):
     calls: list[bool] = []
-    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    model.model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     compose_loss(model, make_batch(), config())
     assert calls == [True, False]  # the student with gradient, the teacher without
 
@@ -189,7 +189,7 @@ def test_the_policy_loss_equals_the_plugins_to_the_bit(model, objective):
 def test_the_teachers_are_read_in_eval_mode_and_the_student_keeps_its_own(model):
     model.train()
     seen: list[bool] = []
-    model.register_forward_hook(lambda module, *_: seen.append(module.training))
+    model.model.register_forward_hook(lambda module, *_: seen.append(module.training))
     compose_loss(model, make_batch(), config())
     assert seen == [True, False]
     assert model.training

@@ -13,10 +13,7 @@ from composer_prime_plugin.cli import main
 TOML = Path(__file__).resolve().parents[2] / "examples" / "shell" / "rl.toml"
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
-NAMED = (
-    "loss/policy loss/policy_kl loss/sdpo_jsd loss/sdpo_weighted sdpo/weight sdpo/error_tokens sdpo/sites "
-    "sdpo/clip_fraction sdpo/jsd/shell/unknown_command loss/total"
-).split()
+NAMED = ["loss/policy", "loss/policy_kl", "loss/sdpo_jsd", "loss/sdpo_weighted", "sdpo/weight", "sdpo/error_tokens", "sdpo/sites", "sdpo/clip_fraction", "sdpo/jsd/shell/unknown_command", "loss/total"]
 
 
 def test_one_step_on_the_embedded_model(tmp_path, capsys):
