@@ -1,6 +1,6 @@
 """What SDPO adds to a training step: time and peak memory, as ratios to the same step with weight 0.
 
-    python bench/step.py [--model NAME] [--pairs 5]
+    python bench/step.py [--model NAME] [--pairs 5] [--only NAME ...]
 
 One process, alternating, medians of ratios; forward and backward of ``compose_loss`` (no optimizer,
 which costs both sides the same). Before a ratio is printed, the shared-prefix loss is checked against
@@ -45,6 +45,14 @@ class Shape:
             f"B {self.rows}, prompt {self.prompt}, completion {self.completion}, recovery {self.recovery}, "
             f"hint {self.hint}, {self.sites} sites a row"
         )
+
+
+SHAPES = {
+    "base": Shape(),
+    "sites": Shape(sites=8),
+    "short": Shape(rows=2, prompt=128, completion=384),
+    "long": Shape(rows=2, prompt=128, completion=896),
+}
 
 
 def make_batch(shape: Shape, vocab: int) -> dict[str, Any]:
@@ -101,20 +109,16 @@ def main() -> None:
     )
     parser.add_argument("--model", default=None)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=list(SHAPES), default=[])
     arguments = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(
         arguments.model or str(embedded_model()), dtype=torch.float32
     )
     model.train()
     vocab = model.config.vocab_size
-    shapes = [
-        Shape(),
-        Shape(sites=8),
-        Shape(rows=2, completion=256),
-        Shape(rows=2, completion=1024),
-    ]
+    shapes = {name: shape for name, shape in SHAPES.items() if not arguments.only or name in arguments.only}
     print(f"{model.config.model_type}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    for shape in shapes:
+    for name, shape in shapes.items():
         batch = make_batch(shape, vocab)
         check(model, batch)
         step(model, batch, OFF)
@@ -123,7 +127,7 @@ def main() -> None:
             off, on = step(model, batch, OFF)[0], step(model, batch, ON)[0]
             pairs.append((on / off, on - off, off))
         ratio, extra, base = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{shape}: ratio {ratio:.3f}  (+{extra:.2f} s on {base:.2f} s)", flush=True)
+        print(f"{name} ({shape}): ratio {ratio:.3f}  (+{extra:.2f} s on {base:.2f} s)", flush=True)
     print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 

@@ -20,6 +20,7 @@ from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import ConfigError
 from composer_trl_host.alignment import ErrorSite, build_site_batch
 from composer_trl_host.compose import ComposedLoss, compose_loss
+from composer_trl_host.guards import FiniteGradients
 from composer_trl_host.rollout import Rollout, RolloutRunner
 
 SITES_KEY = "error_sites"
@@ -111,6 +112,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
             kwargs["rollout_func"] = self._roll_out
             kwargs.setdefault("reward_funcs", [episode_reward])
         super().__init__(*args, **kwargs)
+        self.add_callback(FiniteGradients())
 
     # Rollouts
 

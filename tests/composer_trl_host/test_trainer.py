@@ -12,7 +12,7 @@ from transformers import set_seed
 from trl import GRPOTrainer
 
 from composer_prime_plugin import ComposerConfig
-from composer_prime_plugin.errors import ConfigError
+from composer_prime_plugin.errors import ConfigError, LossInputError
 from composer_trl_host.chat import Chat
 from composer_trl_host.rollout import RolloutRunner
 from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
@@ -224,3 +224,13 @@ def test_what_is_touched_of_trl_is_there():
         assert callable(getattr(GRPOTrainer, name)), f"TRL no longer has GRPOTrainer.{name}"
     # TRL scales the loss for accumulation itself; transformers must not divide it again.
     assert GRPOTrainer.loss_is_scaled_for_ga is True
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(model, tokenizer, tmp_path):
+    trainer = build(model, tokenizer, tmp_path, max_grad_norm=1.0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(LossInputError, match=r"found nan in .*at step 1.*weights were not changed"):
+        trainer.train()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
