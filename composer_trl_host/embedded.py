@@ -38,6 +38,16 @@ def cache_root() -> Path:
     return Path.home() / ".cache" / "composer-rl"
 
 
+def embedded_note() -> str:
+    """The embedded model in words, with the wait that its first use costs."""
+    note = f"{MODEL_NAME}, embedded"
+    return note if _folder(cache_root()).is_dir() else f"{note} (converted on first use, about half a minute)"
+
+
+def _folder(root: Path) -> Path:
+    return root / f"{MODEL_NAME}-float32-{VERSION}"
+
+
 def embedded_model(cache_dir: Path | None = None) -> Path:
     """The folder of SmolLM2-135M-Instruct in float32, converted on the first call.
 
@@ -50,7 +60,7 @@ def embedded_model(cache_dir: Path | None = None) -> Path:
         ModelError: the wheel is not installed, or not in the expected release.
     """
     root = cache_root() if cache_dir is None else Path(cache_dir)
-    folder = root / f"{MODEL_NAME}-float32-{VERSION}"
+    folder = _folder(root)
     if folder.is_dir():
         return folder
     source = gguf_file()

@@ -58,8 +58,8 @@ def load_object(spec: str, base_dir: Path, key: str) -> Any:
     return getattr(module, name)
 
 
-def load_model(settings: HostSettings) -> tuple[Any, Any, str]:
-    """``(model, tokenizer, name)``; the adapter of ``trl_host.adapter`` is merged in.
+def load_model(settings: HostSettings) -> tuple[Any, Any]:
+    """``(model, tokenizer)``; the adapter of ``trl_host.adapter`` is merged in.
 
     Without ``[model] name`` it is the embedded model.
     """
@@ -90,7 +90,7 @@ def load_model(settings: HostSettings) -> tuple[Any, Any, str]:
     adapter = settings.config.trl_host.adapter
     if adapter is not None:
         model = _merge_adapter(model, (settings.base_dir / adapter).resolve())
-    return model, tokenizer, settings.model_name or "SmolLM2-135M-Instruct (embedded)"
+    return model, tokenizer
 
 
 def _merge_adapter(model: Any, folder: Path) -> Any:

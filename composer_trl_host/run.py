@@ -17,6 +17,7 @@ from transformers import PrinterCallback, set_seed
 from composer_prime_plugin.errors import ConfigError, TaskError
 from composer_prime_plugin.runfile import RunFile
 from composer_trl_host.chat import Chat
+from composer_trl_host.embedded import embedded_note
 from composer_trl_host.environment import Environment
 from composer_trl_host.evaluate import Evaluation, Evaluator
 from composer_trl_host.loading import load_model, load_object, lora_config
@@ -54,6 +55,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     for item in settings.unhonoured:
         console.print(f"not honoured by the TRL host: {item}", highlight=False, markup=False)
     _quiet_libraries()
+    console.print(f"model:   {settings.model_name or embedded_note()}", highlight=False, markup=False)
     set_seed(settings.seed)
     trainer, runner, heldout = build(settings)
     main = trainer.accelerator.is_main_process
@@ -105,7 +107,7 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
     if host.hints is not None:
         hints = load_object(host.hints, settings.base_dir, "trl_host.hints")
         hints = hints() if isinstance(hints, type) else hints
-    model, tokenizer, _ = load_model(settings)
+    model, tokenizer = load_model(settings)
     chat = Chat(tokenizer)
     rows = environment.rows("train", host.train_rows, settings.seed)
     turn_tokens = _turn_tokens(
