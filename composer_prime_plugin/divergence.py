@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from composer_prime_plugin.config import CLIP_MODES, ClipMode
+from composer_prime_plugin.config import CLIP_MODES, ClipMode, SDPOConfig
 from composer_prime_plugin.errors import LossInputError
 
 Reduction = Literal["batchmean", "sum", "none"]
@@ -69,6 +69,23 @@ def token_divergence(
         return TokenDivergence(values.clamp(max=token_clip), clipped)
     scale = torch.where(clipped, token_clip / values.detach().clamp(min=token_clip), torch.ones_like(values))
     return TokenDivergence(values * scale, clipped)
+
+
+def configured_divergence(
+    student_logits: Tensor, teacher_logits: Tensor, sdpo: SDPOConfig
+) -> TokenDivergence:
+    """``token_divergence`` as ``[trainer.loss.kwargs.sdpo]`` says, with both sides checked."""
+    check_logits(student_logits, teacher_logits)
+    result = token_divergence(
+        student_logits,
+        teacher_logits,
+        beta=sdpo.jsd_beta,
+        temperature=sdpo.temperature,
+        token_clip=sdpo.token_clip,
+        clip_mode=sdpo.clip_mode,
+    )
+    check_finite_divergence(result.values, student_logits, teacher_logits)
+    return result
 
 
 def generalized_jsd_loss(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from composer_prime_plugin.config import ComposerConfig, SDPOConfig
 from composer_prime_plugin.contract import LossContract, as_scalar, output_class
-from composer_prime_plugin.divergence import check_finite_divergence, check_logits, token_divergence
+from composer_prime_plugin.divergence import check_logits, configured_divergence
 from composer_prime_plugin.errors import ConfigError, LossInputError
 from composer_prime_plugin.objectives import PolicyInputs, PolicyLoss, policy_loss
 from composer_prime_plugin.routing import sdpo_unavailable
@@ -137,7 +137,7 @@ def _channel_two(inputs: Any, sdpo: SDPOConfig, weight: float) -> tuple[Tensor, 
                 f"with sdpo.weight = {sdpo.weight} a sample that has error tokens must carry full logits; found "
                 f"{' and '.join(missing)} = None with {int(mask.sum())} error tokens; hand them over, or clear sdpo_mask"
             )
-        total, values, clipped = like.sum() * 0.0, like.new_zeros(0, dtype=torch.float32), mask[:0]
+        values, clipped = like.new_zeros(0, dtype=torch.float32), mask[:0]
     else:
         check_logits(student, teacher)
         if student.dim() != 2 or student.size(0) != like.size(0):
@@ -149,18 +149,9 @@ def _channel_two(inputs: Any, sdpo: SDPOConfig, weight: float) -> tuple[Tensor, 
                 "trainer_logits must carry gradient where trainer_logprobs does; found a detached tensor, on which "
                 "channel 2 would train nothing; hand over the logits of the same forward"
             )
-        student, teacher = student[mask], teacher[mask]
-        result = token_divergence(
-            student,
-            teacher,
-            beta=sdpo.jsd_beta,
-            temperature=sdpo.temperature,
-            token_clip=sdpo.token_clip,
-            clip_mode=sdpo.clip_mode,
-        )
+        result = configured_divergence(student[mask], teacher[mask], sdpo)
         values, clipped = result.values, result.clipped
-        check_finite_divergence(values, student, teacher)
-        total = values.sum()
+    total = values.sum()
     count = max(values.numel(), 1)
     metrics = {
         "loss/sdpo_jsd": as_scalar(values.detach().sum() / count, like),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from composer_prime_plugin.config import ComposerConfig, SDPOConfig
 from composer_prime_plugin.contract import LossContract, LossInputs
-from composer_prime_plugin.divergence import check_finite_divergence, check_logits, token_divergence
+from composer_prime_plugin.divergence import configured_divergence
 from composer_prime_plugin.errors import LossInputError
 from composer_prime_plugin.objectives import PolicyInputs
 from composer_prime_plugin.plugin import channel_one, check_sample
@@ -94,8 +94,9 @@ def compose_loss(
     )
     samples = _samples(student.reading, batch, float(batch.get("temperature", 1.0)))
     contract = _host_contract()
-    # PRIME-RL's own accumulation, term by term: an anchor on the graph, one sum per sample, one division.
-    policy = samples[0].trainer_logprobs.sum() * 0.0
+    # PRIME-RL's own accumulation, term by term: from zero, one sum per sample, one division. Its zero hangs
+    # on the log-probs and so turns NaN with them; every sample's sum hangs on the graph as it is.
+    policy = torch.zeros((), dtype=samples[0].trainer_logprobs.dtype, device=input_ids.device)
     kl = torch.zeros((), dtype=torch.float32, device=input_ids.device)
     policy_metrics: list[dict[str, Tensor]] = []
     loss_tokens = 0
@@ -227,16 +228,7 @@ def _divergence(
 
     def rows(logits: Tensor, block: slice) -> Tensor:
         teacher_logits = reading.block(pairs.site[block], teacher_column[block])
-        check_logits(logits, teacher_logits)
-        result = token_divergence(
-            logits,
-            teacher_logits,
-            beta=sdpo.jsd_beta,
-            temperature=sdpo.temperature,
-            token_clip=sdpo.token_clip,
-            clip_mode=sdpo.clip_mode,
-        )
-        check_finite_divergence(result.values, logits, teacher_logits)
+        result = configured_divergence(logits, teacher_logits, sdpo)
         return torch.stack([result.values, result.clipped.to(result.values.dtype)], dim=-1)
 
     values, clipped = student.reading.per_token(pairs.row, pairs.student - 1, rows).unbind(dim=-1)

@@ -262,3 +262,13 @@ def test_loss_weights_scale_channel_one_token_by_token(model):
     assert float(compose_loss(model, {**batch, "loss_weights": weights}, config()).loss.detach()) == 0.0
     doubled = compose_loss(model, {**batch, "loss_weights": weights + 2}, config()).loss
     torch.testing.assert_close(doubled, 2 * compose_loss(model, batch, config()).loss)
+
+
+def test_a_non_finite_value_at_a_masked_token_changes_nothing(model):
+    batch = make_batch()
+    masked = batch["completion_mask"] & ~batch["response_mask"]
+    zeroed = {**batch, "inference_logprobs": batch["inference_logprobs"].masked_fill(masked, 0.0)}
+    broken = {**batch, "inference_logprobs": batch["inference_logprobs"].masked_fill(masked, float("nan"))}
+    wanted, result = (compose_loss(model, b, config()).loss for b in (zeroed, broken))
+    assert bool(torch.isfinite(result.detach()))
+    torch.testing.assert_close(result, wanted, rtol=1e-6, atol=0)
