@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import warnings
@@ -160,6 +161,10 @@ def _grpo_config(settings: HostSettings, turn_tokens: int) -> Any:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     micro = min(settings.config.trl_host.micro_batch_size, settings.batch_size // processes)
     if settings.wandb_project is not None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError(
+                "wandb must be installed where the TOML has a W&B table; found none; pip install wandb, or remove the table"
+            )
         os.environ["WANDB_PROJECT"] = settings.wandb_project
     if settings.group_size < 2:
         raise ConfigError(

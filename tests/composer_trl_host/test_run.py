@@ -129,7 +129,7 @@ def test_a_stopped_run_keeps_its_metrics_and_resumes_to_the_same_end(toml, monke
     monkeypatch.setattr(report.MetricsWriter, "on_log", written)
     out = toml.parent / "out"
     assert [row["step"] for row in records(out) if "loss/total" in row] == [1, 2]
-    assert main([*three, "--ckpt.resume-step", "-1"]) == 0
+    assert main([*three, "--resume"]) == 0
     whole = {row["step"]: row["loss/total"] for row in records(toml.parent / "whole") if "loss/total" in row}
     resumed = {row["step"]: row["loss/total"] for row in records(out) if "loss/total" in row}
     assert resumed == whole
@@ -140,6 +140,25 @@ def test_a_run_without_sdpo_trains_channel_one_on_the_host(toml, capsys):
     assert "PRIME-RL is the path to scale" in capsys.readouterr().out
     row = next(row for row in records(toml.parent / "out") if "loss/total" in row)
     assert (row["sdpo/sites"], row["loss/sdpo_weighted"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trainer.model.lora.rank", "4"],
+        ["--trainer.model.ac"],
+        ["--trainer.model.optimization-dtype", "bfloat16"],
+        ["--trainer.optim.type", "sgd"],
+        ["--trainer.scheduler.type", "cosine", "--trainer.scheduler.warmup-steps", "1"],
+    ],
+    ids=["lora", "activation checkpointing", "bfloat16", "sgd", "cosine"],
+)
+def test_the_rest_of_the_toml_trains_too(toml, arguments):
+    assert main(["run", "@", str(toml), "--max-steps", "2", *arguments]) == 0
+    logged = [row for row in records(toml.parent / "out") if "loss/total" in row]
+    assert all(row["loss/sdpo_jsd"] > 0 and math.isfinite(row["loss/total"]) for row in logged)
+    adapter = toml.parent / "out" / "checkpoint-2" / "adapter_model.safetensors"
+    assert adapter.is_file() == ("--trainer.model.lora.rank" in arguments)
 
 
 @pytest.mark.parametrize(
