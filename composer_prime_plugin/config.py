@@ -149,6 +149,10 @@ class SDPOConfig(_Table):
     teacher: Literal["live", "ema", "initial"] = "live"
     """Whose weights read the hinted context: the ones being trained, their average, or the run's first."""
 
+    ema_decay: float = Field(0.99, ge=0, lt=1)
+    """``teacher = "ema"``: share of the average that one optimizer step keeps. 0: the live weights
+    of the last step; the time constant is ``1 / (1 - ema_decay)`` steps."""
+
     student_context: Literal["raw", "placeholder"] = "raw"
     """``raw``: the student's sequence stays as it was sampled. ``placeholder``: a neutral message
     of the hint's token length stands where the teacher has the hint."""

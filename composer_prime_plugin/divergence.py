@@ -14,10 +14,11 @@ The end points are branches of their own: the interior formula vanishes there. S
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from composer_prime_plugin.config import CLIP_MODES, ClipMode, SDPOConfig
 from composer_prime_plugin.errors import LossInputError
@@ -55,15 +56,14 @@ def token_divergence(
     """
     _check_knobs(beta, temperature, token_clip, clip_mode)
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
-    log_p = _log_softmax(student_logits.to(dtype), temperature)
-    log_q = _log_softmax(teacher_logits.detach().to(dtype), temperature)
-    entries = _entries(log_p, log_q, beta)
-    if token_clip is None:
-        values = entries.sum(dim=-1)
-        return TokenDivergence(values, torch.zeros_like(values, dtype=torch.bool))
-    if clip_mode == "entry":
+    student, teacher = student_logits.to(dtype), teacher_logits.detach().to(dtype)
+    if token_clip is not None and clip_mode == "entry":
+        log_p, log_q = _log_softmax(student, temperature), _log_softmax(teacher, temperature)
+        entries = _entries(log_p, log_q, beta)
         return TokenDivergence(entries.clamp(max=token_clip).sum(dim=-1), (entries > token_clip).any(dim=-1))
-    values = entries.sum(dim=-1)
+    values: Tensor = _Divergence.apply(student, teacher, beta, temperature)
+    if token_clip is None:
+        return TokenDivergence(values, torch.zeros_like(values, dtype=torch.bool))
     clipped = values > token_clip
     if clip_mode == "token":
         return TokenDivergence(values.clamp(max=token_clip), clipped)
@@ -202,7 +202,59 @@ def _check_knobs(beta: float, temperature: float, token_clip: float | None, clip
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(logits / temperature, dim=-1).clamp(min=LOG_PROB_FLOOR)
+    scaled = logits if temperature == 1.0 else logits / temperature
+    return torch.log_softmax(scaled, dim=-1).clamp(min=LOG_PROB_FLOOR)
+
+
+class _Divergence(torch.autograd.Function):
+    """Values ``(n,)`` and, while the distributions are at hand, the gradient on the student's logits.
+
+    With ``g = dD/dp`` up to a constant, the gradient on the logits is ``p * (g - sum(p * g)) / T``:
+    ``g = (1 - beta) * log(p / m)`` inside, ``log(p / q)`` at ``beta = 1``; at ``beta = 0`` it is
+    ``(p - q) / T``. One tensor is kept for the backward instead of every intermediate.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+        log_p, log_q = _log_softmax(student, temperature), _log_softmax(teacher, temperature)
+        p, q = log_p.exp(), log_q.exp()
+        needed = ctx.needs_input_grad[0]
+        gradient: Tensor | None = None
+        if beta == 0.0:
+            values = (q * (log_q - log_p)).sum(dim=-1)
+            if needed:
+                # A forbidden entry of the student has no gradient, whatever the teacher gives it.
+                q = q.masked_fill_(log_p <= LOG_PROB_FLOOR, 0.0)
+                gradient = p.mul_(q.sum(dim=-1, keepdim=True)).sub_(q)
+        elif beta == 1.0:
+            g = log_p.sub_(log_q)
+            values = (p * g).sum(dim=-1)
+            gradient = p.mul_(g.sub_(values.unsqueeze(-1))) if needed else None
+        else:
+            log_m_over_p, log_m_over_q = _mixture(log_p, log_q, beta)
+            own = (p * log_m_over_p).sum(dim=-1)
+            values = -(beta * (q * log_m_over_q).sum(dim=-1) + (1.0 - beta) * own)
+            if needed:
+                gradient = p.mul_(log_m_over_p.sub_(own.unsqueeze(-1))).mul_(-(1.0 - beta))
+        if gradient is not None:
+            ctx.save_for_backward(gradient.div_(temperature) if temperature != 1.0 else gradient)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0].unsqueeze(-1), None, None, None
+
+
+def _mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """``log(m / p)`` and ``log(m / q)``, written with ``d = log q - log p`` so that ``d = 0`` gives
+    exactly 0 and a large ``|d|`` does not overflow: one shared log1p of a number in (-1, 0], plus
+    the positive part."""
+    d = log_q - log_p
+    share = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
+    common = torch.log1p(share * torch.expm1(-d.abs()))
+    return common + torch.relu(d), common + torch.relu(-d)
 
 
 def _entries(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
@@ -211,11 +263,5 @@ def _entries(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
         return log_q.exp() * (log_q - log_p)
     if beta == 1.0:
         return log_p.exp() * (log_p - log_q)
-    # log(m / p) and log(m / q) from d = log q - log p, written so that d = 0 gives exactly 0 and a
-    # large |d| does not overflow: one shared log1p of a number in (-1, 0], plus the positive part.
-    d = log_q - log_p
-    share = torch.full_like(d, beta).masked_fill(d > 0, 1.0 - beta)
-    common = torch.log1p(share * torch.expm1(-d.abs()))
-    log_m_over_p = common + torch.relu(d)
-    log_m_over_q = common + torch.relu(-d)
+    log_m_over_p, log_m_over_q = _mixture(log_p, log_q, beta)
     return -(beta * log_q.exp() * log_m_over_q + (1.0 - beta) * log_p.exp() * log_m_over_p)

@@ -8,6 +8,7 @@ are those that the plugin gives on PRIME-RL.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from composer_prime_plugin.errors import LossInputError
 from composer_prime_plugin.objectives import PolicyInputs
 from composer_prime_plugin.plugin import channel_one, check_sample
 from composer_trl_host.alignment import Pairs, paired_positions
-from composer_trl_host.reading import Reading, StudentReading, read_student, read_teacher
+from composer_trl_host.reading import Reading, read_student, read_teacher
+from composer_trl_host.teachers import Teacher
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,6 @@ class ComposedLoss:
     trainer_logprobs: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """Who reads the hinted context. ``model`` None: the student itself, with its live weights."""
-
-    model: nn.Module | None = None
-
-
 def compose_loss(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -81,7 +76,8 @@ def compose_loss(
     - ``step`` (0), the optimizer step, for the warm-up; ``temperature`` (1.0), the sampling
       temperature that channel 1's log-probs are taken at.
 
-    The student is read once, in the mode that it is in; the teacher in eval mode without gradient.
+    The student is read once, in the mode that it is in; the teacher in eval mode without gradient,
+    by the live weights or those of ``teacher``.
     Raises ``LossInputError``, ``AlignmentError``; never returns a non-finite loss.
     """
     _check_batch(batch)
@@ -114,7 +110,9 @@ def compose_loss(
     sources: dict[str, tuple[float, int]] = {}
     if has_sites:
         pairs, left_out = paired_positions(input_ids, dict(batch), sdpo.strict)
-        values, clip_flags = _divergence(model, student, teacher or Teacher(), batch, pairs, sdpo)
+        with nullcontext(model) if teacher is None else teacher.reader(model) as reader:
+            reading, start = read_teacher(reader, batch, student if teacher is None else None)
+        values, clip_flags = _divergence(student.reading, reading, start, pairs, sdpo)
         sdpo_sum = values.sum()
         tokens, clipped = values.numel(), int(clip_flags.sum())
         sites = int(pairs.site.unique().numel())
@@ -214,24 +212,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 
 
 def _divergence(
-    model: nn.Module,
-    student: StudentReading,
-    teacher: Teacher,
-    batch: Mapping[str, Any],
-    pairs: Pairs,
-    sdpo: SDPOConfig,
+    student: Reading, teacher: Reading, start: Tensor, pairs: Pairs, sdpo: SDPOConfig
 ) -> tuple[Tensor, Tensor]:
-    """``(N,)`` divergences of the pairs and whether the clip acted, read one position earlier."""
-    reader = model if teacher.model is None else teacher.model
-    reading, start = read_teacher(reader, batch, student if teacher.model is None else None)
+    """``(N,)`` divergences of the pairs and whether the clip acted, read one position earlier.
+    ``start``: ``(S,)``, the column of each site's teacher sequence that the reading begins at."""
     teacher_column = pairs.teacher - 1 - start[pairs.site]
 
     def rows(logits: Tensor, block: slice) -> Tensor:
-        teacher_logits = reading.block(pairs.site[block], teacher_column[block])
+        teacher_logits = teacher.block(pairs.site[block], teacher_column[block])
         result = configured_divergence(logits, teacher_logits, sdpo)
         return torch.stack([result.values, result.clipped.to(result.values.dtype)], dim=-1)
 
-    values, clipped = student.reading.per_token(pairs.row, pairs.student - 1, rows).unbind(dim=-1)
+    values, clipped = student.per_token(pairs.row, pairs.student - 1, rows, summed=True).unbind(dim=-1)
     return values, clipped.detach() > 0
 
 

@@ -37,8 +37,9 @@ _SHARED_ATTENTION = ("sdpa", "eager")
 class Reading(Protocol):
     """Next-token distributions of a batch; ``column`` is the position that predicts."""
 
-    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn) -> Tensor:
-        """``rows_fn`` of the logits at ``(row, column)``, ``(n, ...)``, with gradient to the model."""
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, summed: bool = False) -> Tensor:
+        """``rows_fn`` of the logits at ``(row, column)``, ``(n, ...)``, with gradient to the model.
+        ``summed``: the first column of ``(n, m)`` results goes into a sum and no other is trained."""
         ...
 
     def block(self, row: Tensor, column: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class LogitsReading:
     logits: Tensor
     first: int = 0
 
-    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn) -> Tensor:
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, summed: bool = False) -> Tensor:
         return rows_fn(self.logits[row, column - self.first], slice(0, row.numel()))
 
     @torch.no_grad()
@@ -68,8 +69,8 @@ class HiddenReading:
     hidden: Tensor
     head: OutputHead
 
-    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn) -> Tensor:
-        return chunked_rows(self.hidden[row, column], self.head, rows_fn)
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, summed: bool = False) -> Tensor:
+        return chunked_rows(self.hidden[row, column], self.head, rows_fn, gradient_with_forward=summed)
 
     @torch.no_grad()
     def block(self, row: Tensor, column: Tensor) -> Tensor:

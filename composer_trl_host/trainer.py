@@ -8,12 +8,14 @@ tokens per optimizer step and the rollouts' error sites.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from composer_prime_plugin.config import ComposerConfig
@@ -22,6 +24,7 @@ from composer_trl_host.alignment import ErrorSite, build_site_batch
 from composer_trl_host.compose import ComposedLoss, compose_loss
 from composer_trl_host.guards import FiniteGradients
 from composer_trl_host.rollout import Rollout, RolloutRunner
+from composer_trl_host.teachers import build_teacher, load_teacher, save_teacher
 
 SITES_KEY = "error_sites"
 COUNTS_KEY = "composer_counts"
@@ -113,6 +116,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
             kwargs.setdefault("reward_funcs", [episode_reward])
         super().__init__(*args, **kwargs)
         self.add_callback(FiniteGradients())
+        self.teacher = build_teacher(self.model, composer_config.sdpo)
+        self.add_callback(_AfterStep(self))
 
     # Rollouts
 
@@ -173,6 +178,15 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None: TRL's card names a hub model that a run here does not have."""
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            save_teacher(self.teacher, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_teacher(self.teacher, Path(resume_from_checkpoint))
+
     # Counting
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -208,7 +222,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
-        result = compose_loss(model, self._batch(inputs), self.composer_config)
+        result = compose_loss(model, self._batch(inputs), self.composer_config, teacher=self.teacher)
         self._window.append(result)
         if not training or self._window_ends():
             self._flush_metrics("train" if training else "eval", *inputs[COUNTS_KEY])
@@ -314,6 +328,17 @@ class ComposerGRPOTrainer(GRPOTrainer):
         return {f"policy/{name}": value / count for name, value in zip(names, values, strict=True)}
 
 
+class _AfterStep(TrainerCallback):
+    """Moves the teacher's average after every optimizer step."""
+
+    def __init__(self, trainer: ComposerGRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self.trainer.teacher is not None:
+            self.trainer.teacher.after_step(self.trainer.model)
+
+
 def episode_reward(episode_reward: list[float], **_: Any) -> list[float]:
     """TRL reward function: the reward that the environment gave to each rollout."""
     return episode_reward
@@ -340,7 +365,6 @@ def refuse_unbuilt(config: ComposerConfig) -> None:
     unbuilt = {
         "replay.weight": (config.replay.weight, 0.0),
         "sdpo.estimator": (sdpo.estimator, "full"),
-        "sdpo.teacher": (sdpo.teacher, "live"),
         "sdpo.student_context": (sdpo.student_context, "raw"),
         "sdpo.hint_scope": (sdpo.hint_scope, "isolated"),
     }

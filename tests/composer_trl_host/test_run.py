@@ -173,7 +173,7 @@ def test_the_rest_of_the_toml_trains_too(toml, arguments):
         (["--trainer.loss.kwargs.trl_host.adapter", "gone"], "has no adapter_config.json"),
         (["--orchestrator.group-size", "1"], "group_size must be at least 2"),
         (["--orchestrator.batch-size", "5"], "must be a multiple of"),
-        (["--trainer.loss.kwargs.sdpo.teacher", "ema"], "sdpo.teacher must be 'live'"),
+        (["--trainer.loss.kwargs.sdpo.hint-scope", "cumulative"], "sdpo.hint_scope must be 'isolated'"),
         (["--ckpt.resume-step", "7"], "resume must name a checkpoint"),
         (["--model.name", "no-such-folder/x"], "the model must come with a tokenizer"),
         (

@@ -202,7 +202,7 @@ def test_dr_grpo_advantages_are_rewards_minus_the_group_mean(model, tokenizer, t
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"sdpo": {"teacher": "ema"}}, "sdpo.teacher must be 'live'"),
+        ({"sdpo": {"estimator": "sampled"}}, "sdpo.estimator must be 'full'"),
         ({"sdpo": {"student_context": "placeholder"}}, "sdpo.student_context must be 'raw'"),
         ({"replay": {"weight": 0.1}}, "replay.weight must be 0.0"),
     ],
