@@ -57,13 +57,10 @@ def token_divergence(
     _check_knobs(beta, temperature, token_clip, clip_mode)
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
     student, teacher = student_logits.to(dtype), teacher_logits.detach().to(dtype)
-    if token_clip is not None and clip_mode == "entry":
-        log_p, log_q = _log_softmax(student, temperature), _log_softmax(teacher, temperature)
-        entries = _entries(log_p, log_q, beta)
-        return TokenDivergence(entries.clamp(max=token_clip).sum(dim=-1), (entries > token_clip).any(dim=-1))
-    values: Tensor = _Divergence.apply(student, teacher, beta, temperature)
-    if token_clip is None:
-        return TokenDivergence(values, torch.zeros_like(values, dtype=torch.bool))
+    entry_clip = token_clip if clip_mode == "entry" else None
+    values, clipped = _Divergence.apply(student, teacher, beta, temperature, entry_clip)
+    if token_clip is None or entry_clip is not None:
+        return TokenDivergence(values, clipped)
     clipped = values > token_clip
     if clip_mode == "token":
         return TokenDivergence(values.clamp(max=token_clip), clipped)
@@ -201,67 +198,81 @@ def _check_knobs(beta: float, temperature: float, token_clip: float | None, clip
         raise LossInputError(f"clip_mode must be one of {', '.join(CLIP_MODES)}; found {clip_mode!r}")
 
 
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    scaled = logits if temperature == 1.0 else logits / temperature
-    return torch.log_softmax(scaled, dim=-1).clamp(min=LOG_PROB_FLOOR)
-
-
 class _Divergence(torch.autograd.Function):
-    """Values ``(n,)`` and, while the distributions are at hand, the gradient on the student's logits.
+    """``(n,)`` values and whether an entry was clamped, with the gradient on the student's logits taken
+    while the distributions are at hand: one tensor is kept instead of every intermediate.
 
-    With ``g = dD/dp`` up to a constant, the gradient on the logits is ``p * (g - sum(p * g)) / T``:
-    ``g = (1 - beta) * log(p / m)`` inside, ``log(p / q)`` at ``beta = 1``; at ``beta = 0`` it is
-    ``(p - q) / T``. One tensor is kept for the backward instead of every intermediate.
+    With ``g = dD/dp`` entry by entry, the gradient is ``(p * g - p * sum(p * g)) / T``. ``g`` is
+    ``(1 - beta) * log(p / m)`` inside, ``log(p / q) + 1`` at ``beta = 1``, ``-q / p`` at ``beta = 0``; a
+    constant in ``g`` cancels where no entry is clamped, and a clamped entry has ``g = 0``. Everything is
+    done in place: on a CPU the time goes into memory, not arithmetic.
     """
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, beta: float, temperature: float, entry_clip: float | None
+    ) -> tuple[Tensor, Tensor]:
         log_p, log_q = _log_softmax(student, temperature), _log_softmax(teacher, temperature)
-        p, q = log_p.exp(), log_q.exp()
-        needed = ctx.needs_input_grad[0]
-        gradient: Tensor | None = None
+        p = log_p.exp()
         if beta == 0.0:
-            values = (q * (log_q - log_p)).sum(dim=-1)
-            if needed:
-                # A forbidden entry of the student has no gradient, whatever the teacher gives it.
-                q = q.masked_fill_(log_p <= LOG_PROB_FLOOR, 0.0)
-                gradient = p.mul_(q.sum(dim=-1, keepdim=True)).sub_(q)
+            # An entry that the student forbids (log_p at the floor) has no gradient.
+            constant = log_p <= LOG_PROB_FLOOR
+            q = log_q.exp()
+            entries = log_q.sub_(log_p).mul_(q)
+            pg = q.neg_()
         elif beta == 1.0:
-            g = log_p.sub_(log_q)
-            values = (p * g).sum(dim=-1)
-            gradient = p.mul_(g.sub_(values.unsqueeze(-1))) if needed else None
+            constant = None
+            entries = log_p.sub_(log_q).mul_(p)
+            pg = entries.clone() if entry_clip is None else entries + p
         else:
-            log_m_over_p, log_m_over_q = _mixture(log_p, log_q, beta)
-            own = (p * log_m_over_p).sum(dim=-1)
-            values = -(beta * (q * log_m_over_q).sum(dim=-1) + (1.0 - beta) * own)
-            if needed:
-                gradient = p.mul_(log_m_over_p.sub_(own.unsqueeze(-1))).mul_(-(1.0 - beta))
-        if gradient is not None:
-            ctx.save_for_backward(gradient.div_(temperature) if temperature != 1.0 else gradient)
-        return values
+            constant = None
+            q = log_q.exp()
+            log_m_over_p, log_m_over_q = _mixture(log_q.sub_(log_p), beta)
+            pg = log_m_over_p.mul_(p).mul_(beta - 1.0)
+            entries = log_m_over_q.mul_(q).mul_(-beta).add_(pg)
+        if entry_clip is None:
+            clipped = torch.zeros(p.shape[:-1], dtype=torch.bool, device=p.device)
+        else:
+            over = entries > entry_clip
+            clipped = over.any(dim=-1)
+            entries.clamp_(max=entry_clip)
+            constant = over if constant is None else constant | over
+        values = entries.sum(dim=-1)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(_onto_logits(p, pg, constant, beta).div_(temperature))
+        ctx.mark_non_differentiable(clipped)
+        return values, clipped
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0].unsqueeze(-1), None, None, None
+        return gradient * grad_outputs[0].unsqueeze(-1), None, None, None, None
 
 
-def _mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """``log(m / p)`` and ``log(m / q)``, written with ``d = log q - log p`` so that ``d = 0`` gives
-    exactly 0 and a large ``|d|`` does not overflow: one shared log1p of a number in (-1, 0], plus
-    the positive part."""
-    d = log_q - log_p
-    share = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
-    common = torch.log1p(share * torch.expm1(-d.abs()))
-    return common + torch.relu(d), common + torch.relu(-d)
+def _onto_logits(p: Tensor, pg: Tensor, constant: Tensor | None, beta: float) -> Tensor:
+    """``p * g - p * sum(p * g)``, with ``g = 0`` at ``constant`` entries. At ``beta = 0`` the sum of ``q``
+    is 1 less what is left out: then equal distributions have a gradient of exactly zero."""
+    if beta == 0.0 and constant is not None:
+        left_out = (-pg).masked_fill_(~constant, 0.0).sum(dim=-1, keepdim=True)
+        return pg.masked_fill_(constant, 0.0).addcmul_(p, 1.0 - left_out)
+    if constant is not None:
+        pg.masked_fill_(constant, 0.0)
+    return pg.addcmul_(p, pg.sum(dim=-1, keepdim=True), value=-1.0)
 
 
-def _entries(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Each vocabulary entry's contribution, ``(n, vocab)``; the divergence is their sum."""
-    if beta == 0.0:
-        return log_q.exp() * (log_q - log_p)
-    if beta == 1.0:
-        return log_p.exp() * (log_p - log_q)
-    log_m_over_p, log_m_over_q = _mixture(log_p, log_q, beta)
-    return -(beta * log_q.exp() * log_m_over_q + (1.0 - beta) * log_p.exp() * log_m_over_p)
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    scaled = logits if temperature == 1.0 else logits / temperature
+    return torch.log_softmax(scaled, dim=-1).clamp_(min=LOG_PROB_FLOOR)
+
+
+def _mixture(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """``log(m / p)`` and ``log(m / q)`` from ``d = log q - log p``, which is consumed. Written so that
+    ``d = 0`` gives exactly 0 and a large ``|d|`` neither overflows nor loses the small one: one shared log1p
+    of a number in (-1, 0], plus the positive part."""
+    common = d.abs().neg_().expm1_()
+    # The share of the less likely side's partner: beta where q is below p, 1 - beta elsewhere.
+    common.mul_(beta if beta == 0.5 else torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta))
+    common.log1p_()
+    log_m_over_p = d.clamp(min=0.0).add_(common)
+    return log_m_over_p, common.sub_(d.clamp_(max=0.0))
