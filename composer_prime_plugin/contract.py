@@ -22,6 +22,7 @@ from torch import Tensor
 PRIME_LOSS_MODULE = "prime_rl.trainer.rl.loss"
 LOGIT_FIELDS = ("teacher_logits", "trainer_logits")
 STEP_FIELD = "step"
+UNVERSIONED = "of unknown version"
 
 IpoForm = Literal["two_thresholds", "one_threshold"]
 
@@ -86,13 +87,13 @@ def prime_loss_module() -> ModuleType | None:
 
 
 def prime_version() -> str | None:
-    """The installed distribution's version; ``"unknown"`` for a bare checkout; None without prime_rl."""
+    """The installed distribution's version; ``"of unknown version"`` for a bare checkout; None without prime_rl."""
     if prime_loss_module() is None:
         return None
     try:
         return importlib.metadata.version("prime-rl")
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return UNVERSIONED
 
 
 def output_class() -> type[Any]:
@@ -129,7 +130,7 @@ class LossContract:
             version = None
         else:
             module = sys.modules.get(inputs_class.__module__)
-            version = prime_version() if inputs_class.__module__ == PRIME_LOSS_MODULE else "unknown"
+            version = prime_version() if inputs_class.__module__ == PRIME_LOSS_MODULE else UNVERSIONED
         names = frozenset(item.name for item in dataclasses.fields(inputs_class))
         return cls(fields=names, ipo_form=_ipo_form(module), version=version)
 

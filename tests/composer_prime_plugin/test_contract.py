@@ -132,7 +132,7 @@ def test_our_own_inputs_have_every_optional_field() -> None:
 def test_the_version_is_unknown_without_a_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, V0_8)
     monkeypatch.setattr(contract.importlib.metadata, "version", _no_distribution)
-    assert prime_version() == "unknown"
+    assert prime_version() == "of unknown version"
 
 
 def test_the_version_is_the_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
