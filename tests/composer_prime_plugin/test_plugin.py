@@ -230,7 +230,7 @@ def test_asking_for_channel_2_without_logits_stops_and_names_field_version_and_c
         loss_fn(inputs, sdpo={"weight": 0.1})
     message = str(error.value)
     assert "LossInputs has no teacher_logits and no trainer_logits" in message
-    assert "PRIME-RL unknown" in message
+    assert "PRIME-RL of unknown version" in message
     assert "composer-rl run @ rl.toml" in message
     # Warm-up from zero asks for it as well: the first step must not train channel 1 in silence.
     with pytest.raises(SDPOUnavailableError):
