@@ -323,3 +323,17 @@ def test_what_cannot_be_is_named(change: dict[str, Any], words: str) -> None:
     arguments = {"student_logits": torch.zeros(2, 4), "teacher_logits": torch.zeros(2, 4), **change}
     with pytest.raises(LossInputError, match=words):
         generalized_jsd_loss(**arguments)
+
+
+def test_an_entry_that_the_student_forbids_has_no_gradient_and_the_rest_balances() -> None:
+    """Forward KL wants mass where the student's logit is -inf; no finite gradient can give it any."""
+    student = torch.tensor([[0.3, -torch.inf, -0.2]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[0.1, 0.4, 0.0]], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(token_divergence(student, teacher, beta=0.0).values.sum(), student)
+    q = teacher.softmax(-1)
+    p = student.detach().softmax(-1)
+    # By hand: -q + p * (q_0 + q_2) where the student may go, 0 where it may not.
+    wanted = torch.tensor(
+        [[p[0, 0] * (q[0, 0] + q[0, 2]) - q[0, 0], 0.0, p[0, 2] * (q[0, 0] + q[0, 2]) - q[0, 2]]]
+    )
+    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-15)

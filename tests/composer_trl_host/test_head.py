@@ -110,3 +110,28 @@ def test_a_frozen_head_gets_no_gradient():
     chunked_rows(hidden, frozen, logprobs).sum().backward()
     assert hidden.grad is not None
     assert frozen.weight.grad is None
+
+
+@pytest.mark.parametrize("factors", ["one for all", "one each", "on both columns"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_gradient_taken_with_the_forward_is_the_plain_one(kind, factors, block_rows):
+    """With one factor it is used as it is; otherwise the logits are formed again."""
+    hidden, output = build(kind)
+
+    def rows(logits, block):
+        return torch.stack([logprobs(logits, block), logits.square().sum(dim=-1)], dim=-1)
+
+    upstream = torch.zeros(ROWS, 2, dtype=torch.float64)
+    upstream[:, 0] = 0.7 if factors == "one for all" else torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+    if factors == "on both columns":
+        upstream[:, 0], upstream[:, 1] = 0.7, 0.3
+    leaves = [leaf for leaf in (hidden, output.weight, output.bias) if leaf is not None]
+    early = chunked_rows(hidden, output, rows, gradient_with_forward=True)
+    wanted = rows(output.logits(hidden), slice(0, ROWS))
+    torch.testing.assert_close(early, wanted, rtol=1e-12, atol=1e-12)
+    for grad, want in zip(
+        torch.autograd.grad(early, leaves, upstream),
+        torch.autograd.grad(wanted, leaves, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)

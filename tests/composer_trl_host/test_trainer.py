@@ -234,3 +234,29 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(m
         trainer.train()
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
+
+
+def test_the_environments_tokens_are_read_and_not_trained(model, tokenizer, tmp_path):
+    trainer = build(model, tokenizer, tmp_path)
+    output = trainer._generate_and_score_completions(
+        [dict(row) for row in trainer.train_dataset.select([0, 0, 1, 1])]
+    )
+    output["composer_counts"] = (1, 1)
+    batch = trainer._batch(output)
+    sampled = [sum(rollout.sampled) for rollout in trainer._rollouts]
+    assert batch["response_mask"].sum(dim=1).tolist() == sampled
+    assert batch["completion_mask"].sum(dim=1).tolist() == [len(r.completion_ids) for r in trainer._rollouts]
+    assert all(count < len(r.completion_ids) for count, r in zip(sampled, trainer._rollouts, strict=True))
+    assert trainer._global_counts([output])[0] == sum(sampled)
+
+
+def test_the_weight_warms_up_with_the_optimizer_steps(model, tokenizer, tmp_path):
+    config = ComposerConfig(
+        policy={"objective": "dr_grpo"},
+        sdpo={"weight": 0.8, "weight_start": 0.2, "warmup_steps": 3},
+        trl_host={"max_turns": 2},
+    )
+    trainer = build(model, tokenizer, tmp_path, steps=4, config=config)
+    trainer.train()
+    # By hand: 0.2 + 0.6 * step / 3, then 0.8.
+    assert [row["sdpo/weight"] for row in steps_of(trainer)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
