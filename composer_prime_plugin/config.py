@@ -22,7 +22,7 @@ DEFAULT_KL_ESTIMATOR: dict[Objective, KLEstimator] = {"dppo": "squared", "ipo": 
 class _Table(BaseConfig):
     """A table of PRIME-RL's own kind ("None" is null) that names its keys when it refuses one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -170,6 +170,10 @@ class SDPOConfig(_Table):
     def _needs(self) -> SDPOConfig:
         if self.estimator == "top_k" and self.top_k is None:
             raise ValueError('estimator = "top_k" needs top_k; found none; set sdpo.top_k, for example 100')
+        if self.estimator != "top_k" and self.top_k is not None:
+            raise ValueError(
+                f'top_k is read by estimator = "top_k" alone; found top_k = {self.top_k} with {self.estimator!r}; remove one'
+            )
         return self
 
     def weight_at(self, step: int) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composer_prime_plugin.config import CLIP_MODES, ClipMode, SDPOConfig
-from composer_prime_plugin.errors import LossInputError
+from composer_prime_plugin.errors import ConfigError, LossInputError
 
 Reduction = Literal["batchmean", "sum", "none"]
 
@@ -72,6 +72,8 @@ def configured_divergence(
     student_logits: Tensor, teacher_logits: Tensor, sdpo: SDPOConfig
 ) -> TokenDivergence:
     """``token_divergence`` as ``[trainer.loss.kwargs.sdpo]`` says, with both sides checked."""
+    if sdpo.estimator != "full":
+        raise ConfigError(f'sdpo.estimator must be "full": nothing else exists yet; found {sdpo.estimator!r}')
     check_logits(student_logits, teacher_logits)
     result = token_divergence(
         student_logits,

@@ -7,8 +7,8 @@ are those that the plugin gives on PRIME-RL.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +59,14 @@ def compose_loss(
     config: ComposerConfig,
     *,
     teacher: Teacher | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ComposedLoss:
     """Channel 1 and channel 2 of a padded batch, in nats per token.
 
     ``batch`` holds
 
-    - ``input_ids``, ``attention_mask`` ``(B, T)`` long: the student's sequences, padded anywhere;
+    - ``input_ids``, ``attention_mask`` ``(B, T)`` long: the student's sequences, prompts padded on
+      the left, completions on the right;
     - ``completion_mask`` ``(B, T)`` bool: the tokens behind the prompt, which form the row's sample;
     - ``response_mask`` ``(B, T)`` bool: those of them that are trained (sampled by the model);
     - ``advantages`` ``(B,)`` or ``(B, T)``;
@@ -77,16 +79,18 @@ def compose_loss(
       temperature that channel 1's log-probs are taken at.
 
     The student is read once, in the mode that it is in; the teacher in eval mode without gradient,
-    by the live weights or those of ``teacher``.
+    by the live weights or those of ``teacher``. ``autocast`` makes the context that ``model``'s own
+    forward runs in (accelerate wraps the forward of the whole model, which the teacher does not go
+    through), so that both sides are read in one precision.
     Raises ``LossInputError``, ``AlignmentError``; never returns a non-finite loss.
     """
     _check_batch(batch)
     sdpo = config.sdpo
     weight = sdpo.weight_at(int(batch.get("step", 0)))
-    input_ids, completion = batch["input_ids"], batch["completion_mask"]
+    input_ids = batch["input_ids"]
     has_sites = sdpo.active and _has_sites(batch)
     student = read_student(
-        model, input_ids, batch["attention_mask"], _first_column(completion), has_sites and teacher is None
+        model, input_ids, batch["attention_mask"], _first_column(batch), has_sites and teacher is None
     )
     samples = _samples(student.reading, batch, float(batch.get("temperature", 1.0)))
     contract = _host_contract()
@@ -110,7 +114,7 @@ def compose_loss(
     sources: dict[str, tuple[float, int]] = {}
     if has_sites:
         pairs, left_out = paired_positions(input_ids, dict(batch), sdpo.strict)
-        with nullcontext(model) if teacher is None else teacher.reader(model) as reader:
+        with autocast(), nullcontext(model) if teacher is None else teacher.reader(model) as reader:
             reading, start = read_teacher(reader, batch, student if teacher is None else None)
         values, clip_flags = _divergence(student.reading, reading, start, pairs, sdpo)
         sdpo_sum = values.sum()
@@ -162,16 +166,26 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
         raise LossInputError(
             "response_mask must lie inside completion_mask; found a trained token outside the completion"
         )
+    completion, real = batch["completion_mask"], batch["attention_mask"].bool()
+    if bool((completion & ~real).any()) or bool((completion[:, 1:] & ~real[:, :-1]).any()):
+        raise LossInputError(
+            "every completion token and the token before it must be real (attention_mask 1), since the one predicts the "
+            "other; found padding there; pad prompts on the left and completions on the right"
+        )
     if bool(batch["completion_mask"][:, 0].any()):
         raise LossInputError(
             "a completion must have a prompt before it; found a completion token in column 0"
         )
 
 
-def _first_column(completion: Tensor) -> int:
-    """The column that predicts the earliest completion token."""
-    columns = completion.any(dim=0).nonzero()
-    return int(columns[0]) - 1 if columns.numel() else completion.size(1) - 1
+def _first_column(batch: Mapping[str, Any]) -> int:
+    """The earliest column that is asked for: one before the first completion or recovery token."""
+    completion = batch["completion_mask"]
+    columns = [completion.any(dim=0).nonzero().flatten()]
+    if _has_sites(batch):
+        columns.append(batch["student_response_idx"][batch["student_response_valid"]])
+    asked = torch.cat(columns)
+    return max(int(asked.min()) - 1, 0) if asked.numel() else completion.size(1) - 1
 
 
 def _samples(reading: Reading, batch: Mapping[str, Any], temperature: float) -> list[PolicyInputs]:

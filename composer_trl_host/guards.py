@@ -28,7 +28,7 @@ class FiniteGradients(TrainerCallback):
         named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
         if not named:
             return
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in named]))
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in named], dtype=torch.float32))
         finite = torch.isfinite(norms)
         if bool(finite.all()):
             return

@@ -52,7 +52,7 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``(n, vocab)`` logits of ``(n, hidden)``."""
-        return self.finish(linear(hidden, self.weight, self.bias))
+        return self.finish(_product(hidden, self.weight, self.bias))
 
     def finish(self, raw: Tensor) -> Tensor:
         """Scale and cap the product."""
@@ -105,7 +105,7 @@ class _Gradients:
 
     def add(self, rows: slice, grad_raw: Tensor, block: Tensor, weight: Tensor) -> None:
         if self.hidden is not None:
-            self.hidden[rows] = grad_raw @ weight
+            self.hidden[rows] = (grad_raw @ weight).to(self.hidden.dtype)
         if self.weight is not None:
             self.weight.addmm_(grad_raw.to(self.weight.dtype).T, block.to(self.weight.dtype))
         if self.bias is not None:
@@ -119,6 +119,11 @@ class _Gradients:
                 if gradient is not None:
                     gradient.mul_(factor)
         return tuple(None if gradient is None else gradient.to(dtype) for gradient in filled)
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # Under autocast, or behind norms of another dtype, hidden states come in another one than the head's.
+    return linear(hidden.to(weight.dtype), weight, bias)
 
 
 def _blocks(rows: int, vocab: int) -> Iterator[slice]:
@@ -145,7 +150,7 @@ class _ChunkedRows(torch.autograd.Function):
         results: list[Tensor] = []
         for rows in _blocks(hidden.size(0), weight.size(0)):
             if ctx.early is None:
-                results.append(rows_fn(head.finish(linear(hidden[rows], weight, bias)), rows))
+                results.append(rows_fn(head.finish(_product(hidden[rows], weight, bias)), rows))
                 continue
             out, raw = _differentiable(hidden[rows], weight, bias, head, rows_fn, rows)
             unit = torch.zeros_like(out)
@@ -160,10 +165,12 @@ class _ChunkedRows(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
         hidden, weight, bias = ctx.saved_tensors
-        if ctx.early is not None:
+        # Scaled in place, so it serves one backward; a graph that is kept forms the logits again.
+        early, ctx.early = ctx.early, None
+        if early is not None:
             factor = grad_output[0, 0]
             if bool((grad_output[:, 0] == factor).all() & (grad_output[:, 1:] == 0).all()):
-                return (*ctx.early.scaled(factor, weight.dtype), None, None, None)
+                return (*early.scaled(factor, weight.dtype), None, None, None)
         gradients = _Gradients.zeros(hidden, weight, bias, ctx.needs_input_grad[:3])
         for rows in _blocks(hidden.size(0), weight.size(0)):
             out, raw = _differentiable(hidden[rows], weight, bias, ctx.head, ctx.rows_fn, rows)
@@ -176,6 +183,6 @@ def _differentiable(
     block: Tensor, weight: Tensor, bias: Tensor | None, head: OutputHead, rows_fn: RowsFn, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """A block's results and the product they hang on, as a leaf."""
-    raw = linear(block, weight, bias).detach().requires_grad_()
+    raw = _product(block, weight, bias).detach().requires_grad_()
     with torch.enable_grad():
         return rows_fn(head.finish(raw), rows), raw

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from composer_prime_plugin.errors import ModelError
 from composer_trl_host.head import OutputHead, RowsFn, chunked_rows
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ TEACHER_TOKENS = 2**16
 
 _SHARED_ATTENTION = ("sdpa", "eager")
 """Attention implementations whose masks may have holes in the middle, as a shared prefix needs."""
+
+
+FUNCTIONAL_NOISE = ("attention_dropout", "router_jitter_noise")
+"""Module attributes that make a forward in training mode random without a dropout module."""
 
 
 class Reading(Protocol):
@@ -89,6 +94,11 @@ def read_student(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, first: int, keep_keys_values: bool
 ) -> StudentReading:
     """One forward of ``model`` in the mode it is in. ``first``: the first column that will be asked for."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ModelError(
+            "the model's adapter must not be prompt or prefix tuning, which shift positions; found "
+            f"{type(model.active_peft_config).__name__}; use LoRA"
+        )
     decoder, head = _parts(model)
     share = keep_keys_values and decoder is not None and _can_share(model, decoder)
     inputs = {
@@ -110,6 +120,11 @@ def read_student(
     finally:
         hook.remove()
     hidden = seen[0].last_hidden_state
+    if hidden.size(1) != input_ids.size(1):
+        raise ModelError(
+            f"the model must read its input's {input_ids.size(1)} tokens and no more; found {hidden.size(1)} hidden states; "
+            "prompt and prefix tuning are not supported: use LoRA"
+        )
     if not _head_fits(model, head, hidden[:, -1], logits[:, -1]):
         return read_student(model, input_ids, attention_mask, first, keep_keys_values)
     cache = getattr(seen[0], _cache_name(decoder)) if share else None
@@ -236,11 +251,18 @@ def _can_share(model: nn.Module, decoder: nn.Module) -> bool:
         why = "activation checkpointing keeps no keys and values"
     elif getattr(inner.config, "_attn_implementation", None) not in _SHARED_ATTENTION:
         why = f"attention {inner.config._attn_implementation!r} takes no mask with holes"
-    elif model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in decoder.modules()):
+    elif model.training and any(_is_noisy(module) for module in decoder.modules()):
         why = "dropout is on"
     if why is not None:
         _once(inner, f"the teacher reads its whole sequence: {why}")
     return why is None
+
+
+def _is_noisy(module: nn.Module) -> bool:
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    values = [getattr(module, name, None) for name in FUNCTIONAL_NOISE]
+    return any(isinstance(value, float) and value > 0 for value in values)
 
 
 def _is_checkpointing(model: Any) -> bool:
@@ -278,9 +300,10 @@ def _once(model: nn.Module, message: str) -> None:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training

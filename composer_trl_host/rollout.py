@@ -181,15 +181,24 @@ class RolloutRunner:
             messages=(*rollout.messages, *reply.messages),
             details=reply.details,
         )
-        hint = None if self.hints is None else self.hints.generate(context)
+        hint, why = self._hint(context)
         if hint is None:
-            self.dropped["no hint for this error"] += 1
+            self.dropped[why] += 1
             return _Failure(splice_at, None, (), reply.tool_error)
         ids = tuple(self.chat.hint_ids(reply.messages, hint.text, self.config.sdpo.hint_role))
         if len(ids) > self.config.trl_host.max_hint_tokens:
             self.dropped["hint longer than trl_host.max_hint_tokens"] += 1
             return _Failure(splice_at, None, (), reply.tool_error)
         return _Failure(splice_at, hint, ids, reply.tool_error)
+
+    def _hint(self, context: ErrorContext) -> tuple[Hint | None, str]:
+        """A hint, or why there is none. Training does not end because a generator fails."""
+        if self.hints is None:
+            return None, "no hint for this error"
+        try:
+            return self.hints.generate(context), "no hint for this error"
+        except Exception as error:
+            return None, f"the hint generator failed with {type(error).__name__}"
 
     def _close_site(self, rollout: Rollout, failure: _Failure | None, start: int, stop: int) -> None:
         if failure is None or failure.hint is None:
@@ -205,12 +214,13 @@ class RolloutRunner:
 
 
 def _append(rollout: Rollout, ids: list[int], sampled: int, logprobs: list[float] | None) -> None:
+    before = len(rollout.completion_ids)
     rollout.completion_ids.extend(ids)
     rollout.sampled.extend([sampled] * len(ids))
     if logprobs is None:
         return
     if rollout.logprobs is None:
-        rollout.logprobs = []
+        rollout.logprobs = [0.0] * before  # replayed turns have none
     values = list(logprobs) if sampled else [0.0] * len(ids)
     if len(values) != len(ids):
         raise TaskError(

@@ -80,23 +80,46 @@ class FrozenCopy:
         """Nothing to load: a resumed run starts from the same model."""
 
 
+class _Average:
+    """``average = decay * average + (1 - decay) * weights``, kept in float32: in half precision a
+    step of one percent would round away and the average would never move."""
+
+    def __init__(self, parameters: dict[str, Tensor], decay: float) -> None:
+        self.decay = decay
+        self._parameters = parameters
+        self._wide = {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def move(self, live: dict[str, Tensor]) -> None:
+        for name, average in self._wide.items():
+            average.lerp_(live[name].detach().float(), 1.0 - self.decay)
+            self._parameters[name].copy_(average)
+
+    def state(self) -> dict[str, Tensor]:
+        return self._wide
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Tensor]) -> None:
+        for name, average in self._wide.items():
+            average.copy_(state[name])
+            self._parameters[name].copy_(average)
+
+
 class AverageCopy(FrozenCopy):
-    """``average = decay * average + (1 - decay) * weights`` after every optimizer step, from the first weights."""
+    """The average of the weights over the optimizer steps, from the first ones on, as a frozen copy."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__(model)
-        self.decay = decay
+        self._average = _Average(dict(self.model.named_parameters()), decay)
 
-    @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
-        for average, live in zip(self.model.parameters(), model.parameters(), strict=True):
-            average.lerp_(live.to(average.dtype), 1.0 - self.decay)
+        self._average.move(dict(model.named_parameters()))
 
     def state(self) -> dict[str, Tensor] | None:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        return self._average.state()
 
     def load(self, state: dict[str, Tensor]) -> None:
-        _copy_into(dict(self.model.named_parameters()), state)
+        self._average.load(state)
 
 
 class AdaptersOff:
@@ -121,48 +144,46 @@ class AverageAdapter:
     """A second, frozen adapter that holds the average of the trained one."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
         peft = _peft(model)
         self._trained = peft.active_adapter
         peft.add_adapter(AVERAGE_ADAPTER, copy.deepcopy(peft.peft_config[self._trained]))
         peft.set_adapter(self._trained)
-        self._model = peft
+        self._peft = peft
+        own = {name: p for name, p in peft.named_parameters() if f".{AVERAGE_ADAPTER}." in name}
         with torch.no_grad():
-            for average, live in self._pairs():
-                average.copy_(live)
-                average.requires_grad_(False)
+            for name, live in self._live().items():
+                own[name].copy_(live)
+                own[name].requires_grad_(False)
+        self._average = _Average(own, decay)
 
     @contextmanager
     def reader(self, model: nn.Module) -> Iterator[nn.Module]:
-        peft = _peft(model)
-        trained = {name for name, parameter in peft.named_parameters() if parameter.requires_grad}
-        peft.set_adapter(AVERAGE_ADAPTER)
+        trained = {name for name, parameter in self._peft.named_parameters() if parameter.requires_grad}
+        self._peft.set_adapter(AVERAGE_ADAPTER)
         try:
             yield model
         finally:
-            peft.set_adapter(self._trained)
+            self._peft.set_adapter(self._trained)
             # Switching adapters sets requires_grad; only what was trained may be trained.
-            for name, parameter in peft.named_parameters():
+            for name, parameter in self._peft.named_parameters():
                 parameter.requires_grad_(name in trained)
 
-    @torch.no_grad()
     def after_step(self, model: nn.Module) -> None:
-        for average, live in self._pairs():
-            average.lerp_(live.to(average.dtype), 1.0 - self.decay)
+        self._average.move(self._live())
 
     def state(self) -> dict[str, Tensor] | None:
-        return {
-            name: p.detach() for name, p in self._model.named_parameters() if f".{AVERAGE_ADAPTER}." in name
-        }
+        return self._average.state()
 
     def load(self, state: dict[str, Tensor]) -> None:
-        _copy_into(dict(self._model.named_parameters()), state)
+        self._average.load(state)
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        named = dict(self._model.named_parameters())
-        for name, parameter in named.items():
-            if f".{AVERAGE_ADAPTER}." in name:
-                yield parameter, named[name.replace(f".{AVERAGE_ADAPTER}.", f".{self._trained}.")]
+    def _live(self) -> dict[str, Tensor]:
+        """The trained adapter's tensors under the average's names."""
+        return {
+            name.replace(f".{self._trained}.", f".{AVERAGE_ADAPTER}."): parameter
+            for name, parameter in self._peft.named_parameters()
+            if f".{self._trained}." in name
+        }
 
 
 def save_teacher(teacher: Teacher | None, folder: Path) -> None:
@@ -187,12 +208,6 @@ def load_teacher(teacher: Teacher | None, folder: Path) -> None:
             "resume from another one or start anew"
         )
     teacher.load(load_file(path))
-
-
-@torch.no_grad()
-def _copy_into(parameters: dict[str, Any], state: dict[str, Tensor]) -> None:
-    for name, tensor in state.items():
-        parameters[name].copy_(tensor)
 
 
 def _peft(model: nn.Module) -> Any:

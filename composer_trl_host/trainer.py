@@ -23,6 +23,7 @@ from composer_prime_plugin.errors import ConfigError
 from composer_trl_host.alignment import ErrorSite, build_site_batch
 from composer_trl_host.compose import ComposedLoss, compose_loss
 from composer_trl_host.guards import FiniteGradients
+from composer_trl_host.reading import FUNCTIONAL_NOISE
 from composer_trl_host.rollout import Rollout, RolloutRunner
 from composer_trl_host.teachers import build_teacher, load_teacher, save_teacher
 
@@ -62,6 +63,11 @@ def _check_regime(args: GRPOConfig) -> None:
         "scale_rewards": (args.scale_rewards, "none", "advantages carry no standard deviation"),
         "beta": (args.beta, 0.0, "the KL term is policy.kl_tau's, against the sampling policy"),
         "multi_objective_aggregation": (args.multi_objective_aggregation, "sum_then_normalize", "as above"),
+        "mask_truncated_completions": (
+            args.mask_truncated_completions,
+            False,
+            "a cut-off turn is trained too",
+        ),
         "use_liger_kernel": (args.use_liger_kernel, False, "the composed loss reads logits itself"),
         "top_entropy_quantile": (args.top_entropy_quantile, 1.0, "every sampled token is trained"),
         "remove_unused_columns": (
@@ -115,6 +121,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
             kwargs["rollout_func"] = self._roll_out
             kwargs.setdefault("reward_funcs", [episode_reward])
         super().__init__(*args, **kwargs)
+        silence_functional_dropout(self.model)
         self.add_callback(FiniteGradients())
         self.teacher = build_teacher(self.model, composer_config.sdpo)
         self.add_callback(_AfterStep(self))
@@ -222,7 +229,13 @@ class ComposerGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
-        result = compose_loss(model, self._batch(inputs), self.composer_config, teacher=self.teacher)
+        result = compose_loss(
+            model,
+            self._batch(inputs),
+            self.composer_config,
+            teacher=self.teacher,
+            autocast=self.accelerator.autocast,
+        )
         self._window.append(result)
         if not training or self._window_ends():
             self._flush_metrics("train" if training else "eval", *inputs[COUNTS_KEY])
@@ -357,6 +370,14 @@ def _merge_sources(window: list[ComposedLoss]) -> dict[str, tuple[float, int]]:
             before = merged.get(name, (0.0, 0))
             merged[name] = (before[0] + total, before[1] + count)
     return merged
+
+
+def silence_functional_dropout(model: Any) -> None:
+    """Zero the noise that no dropout module stands for and that TRL's ``disable_dropout`` does not reach."""
+    for module in model.modules():
+        for name in FUNCTIONAL_NOISE:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def refuse_unbuilt(config: ComposerConfig) -> None:
