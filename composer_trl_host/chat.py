@@ -9,7 +9,7 @@ that control token.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,6 @@ from typing import Any
 from composer_prime_plugin.config import HintRole
 from composer_prime_plugin.errors import ModelError
 from composer_trl_host.hints import Message
-
-_SENTINEL = "xqzj{}jzqx"
-"""Stands for a message's content while the scaffold around it is found. No template writes it."""
 
 _HINT_ROLES: dict[HintRole, str] = {"system": "system", "user": "user", "tool_result": "tool"}
 
@@ -48,40 +45,67 @@ class Chat:
         self.tokenizer = tokenizer
 
     @cached_property
-    def _control(self) -> re.Pattern[str]:
-        spellings = sorted((token.content for token in self.tokenizer.added_tokens_decoder.values()), key=len)
-        return re.compile("|".join(re.escape(spelling) for spelling in reversed(spellings)) or r"(?!)")
+    def _control(self) -> dict[str, int]:
+        """Spelling to id of every added token. Runs of blanks are text in any case."""
+        added = self.tokenizer.added_tokens_decoder
+        return {token.content: index for index, token in added.items() if token.content.strip()}
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Spellings that are data in a message: all of them, and for the model's own turns the special
+        ones alone, since templates look for the others there (``<think>``)."""
+        special = {str(token) for token in self.tokenizer.all_special_tokens}
+        return _any_of(self._control), _any_of(self._control.keys() & special)
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of text that is data: control tokens' spellings in it stay ordinary text."""
+        text = _encodable(text)
         pieces: list[str] = []
         start = 0
-        for match in self._control.finditer(text):
+        for match in self._patterns[0].finditer(text):
             # Cutting behind the first character leaves two pieces, neither of which spells the token.
             pieces.append(text[start : match.start() + 1])
             start = match.start() + 1
         pieces.append(text[start:])
-        return [
-            i for piece in pieces if piece for i in self.tokenizer.encode(piece, add_special_tokens=False)
-        ]
+        return [i for piece in pieces if piece for i in self._plain(piece)]
+
+    def _plain(self, piece: str) -> list[int]:
+        """Ids of a piece, letter by letter where a normalizer makes a control token of it."""
+        control = set(self._control.values())
+        ids: list[int] = self.tokenizer.encode(piece, add_special_tokens=False)
+        if control.isdisjoint(ids):
+            return ids
+        ids = [i for letter in piece for i in self.tokenizer.encode(letter, add_special_tokens=False)]
+        if control.isdisjoint(ids):
+            return ids
+        raise ModelError(
+            f"text must have ids that are no control tokens; the tokenizer gives {piece!r} none; use another tokenizer"
+        )
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation up to and including the generation prompt."""
-        return self._ids(*self._render(messages, add_generation_prompt=True))
+        return self._ids(*self._render(messages, _nonce(messages), add_generation_prompt=True))
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:
         """What stands between a turn of the model and its next one.
 
         ``messages`` begins with the token that closes the finished turn; see ``after_turn``.
         """
-        closed, contents = self._behind_turn(messages, add_generation_prompt=False)
-        opened, _ = self._behind_turn(messages, add_generation_prompt=True)
+        nonce = _nonce(messages)
+        closed, spelled = self._behind_turn(messages, nonce, add_generation_prompt=False)
+        opened, _ = self._behind_turn(messages, nonce, add_generation_prompt=True)
+        if messages and closed == self._behind_turn([], nonce, add_generation_prompt=False)[0]:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ModelError(
+                f"the chat template must show the environment's messages; it drops the role {roles}; use a template that "
+                "has it, or let the environment answer as another role"
+            )
         if not opened.startswith(closed):
             raise ModelError(
                 "the chat template must only append when it adds a generation prompt; this one rewrites what stands "
                 "before it; use another template"
             )
-        return Bridge(tuple(self._ids(closed, contents)), tuple(self._ids(opened[len(closed) :], {})))
+        return Bridge(tuple(self._ids(closed, spelled)), tuple(self._ids(opened[len(closed) :], {})))
 
     def after_turn(self, turn: Sequence[int], bridge: Bridge, eos_token_ids: Sequence[int]) -> list[int]:
         """``bridge.messages`` without the closing token where the sampled turn already ends with it."""
@@ -98,47 +122,66 @@ class Chat:
         """
         if not hint:
             return []
-        before, _ = self._behind_turn(messages, add_generation_prompt=False)
         extended = [*messages, {"role": _HINT_ROLES[role], "content": hint}]
-        after, contents = self._behind_turn(extended, add_generation_prompt=False)
+        nonce = _nonce(extended)
+        before, _ = self._behind_turn(messages, nonce, add_generation_prompt=False)
+        after, spelled = self._behind_turn(extended, nonce, add_generation_prompt=False)
+        others = " or ".join(f'"{other}"' for other in _HINT_ROLES if other != role)
+        if after == before:
+            raise ModelError(
+                f"a hint must reach the teacher, and this chat template drops a {_HINT_ROLES[role]!r} message there; "
+                f"set sdpo.hint_role = {others}"
+            )
         if not after.startswith(before):
             raise ModelError(
                 f"a hint must not change what stands before it, and this chat template rewrites the environment's "
-                f'messages when a {role!r} message follows; set sdpo.hint_role = "tool_result" or "user"'
+                f"messages when a {_HINT_ROLES[role]!r} message follows; set sdpo.hint_role = {others}"
             )
-        return self._ids(after[len(before) :], contents)
+        return self._ids(after[len(before) :], spelled)
 
     def _behind_turn(
-        self, messages: Sequence[Message], add_generation_prompt: bool
+        self, messages: Sequence[Message], nonce: str, add_generation_prompt: bool
     ) -> tuple[str, dict[str, str]]:
-        stand_in = _SENTINEL.format("turn")
+        """The template's text behind a finished turn of the model, and what its stand-ins spell."""
+        stand_in = f"{nonce}turn"
         conversation: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": stand_in},
             *messages,
         ]
-        text, contents = self._render(conversation, add_generation_prompt, first=2)
+        text, spelled = self._render(conversation, nonce, add_generation_prompt)
         _, found, tail = text.partition(stand_in)
         if not found or stand_in in tail:
             raise ModelError(
                 "the chat template must render an assistant's content once and verbatim; this one does not; "
                 "use another template"
             )
-        return tail, contents
+        return tail, spelled
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, first: int = 0
+        self, messages: Sequence[Message], nonce: str, add_generation_prompt: bool
     ) -> tuple[str, dict[str, str]]:
-        """The template's text. Contents that spell a control token are stood for by sentinels."""
-        contents: dict[str, str] = {}
-        safe: list[Message] = []
-        for index, message in enumerate(messages):
-            content = message.get("content")
-            if index >= first and isinstance(content, str) and self._control.search(content):
-                key = _SENTINEL.format(index)
-                contents[key] = content
-                message = {**message, "content": key}
-            safe.append(message)
+        """The template's text, with a stand-in for every control token that a message's own text spells."""
+        spelled: dict[str, str] = {}
+
+        def stand_in(match: re.Match[str]) -> str:
+            key = f"{nonce}{len(spelled)}z"
+            spelled[key] = match.group()
+            return key
+
+        def protect(value: Any, pattern: re.Pattern[str]) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(stand_in, _encodable(value))
+            if isinstance(value, list | tuple):
+                return [protect(item, pattern) for item in value]
+            if isinstance(value, dict):
+                return {k: v if k in ("role", "type") else protect(v, pattern) for k, v in value.items()}
+            return value
+
+        safe = [
+            protect(message, self._patterns[1 if message.get("role") == "assistant" else 0])
+            for message in messages
+        ]
         try:
             text = self.tokenizer.apply_chat_template(
                 safe, add_generation_prompt=add_generation_prompt, tokenize=False
@@ -149,15 +192,34 @@ class Chat:
                 f"the chat template must render the roles {roles} in this order; it refused: {error}; set "
                 "sdpo.hint_role or use a template that takes them"
             ) from error
-        return str(text), contents
+        return str(text), spelled
 
-    def _ids(self, text: str, contents: dict[str, str]) -> list[int]:
-        if not contents:
+    def _ids(self, text: str, spelled: dict[str, str]) -> list[int]:
+        if not spelled:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
         ids: list[int] = []
-        for piece in re.split("(" + "|".join(map(re.escape, contents)) + ")", text):
-            if piece in contents:
-                ids += self.text_ids(contents[piece])
+        for piece in re.split("(" + "|".join(map(re.escape, spelled)) + ")", text):
+            if piece in spelled:
+                ids += self.text_ids(spelled[piece])
             elif piece:
                 ids += self.tokenizer.encode(piece, add_special_tokens=False)
         return ids
+
+
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _encodable(text: str) -> str:
+    """``text`` with lone surrogates, which no tokenizer takes, as the replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _nonce(messages: Sequence[Message]) -> str:
+    """The start of a stand-in that no message holds, so that none can be forged."""
+    everything = repr(messages)
+    number = 0
+    while (nonce := f"xqzj{number}jzqx") in everything:
+        number += 1
+    return nonce

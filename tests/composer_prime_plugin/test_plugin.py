@@ -394,3 +394,21 @@ def test_the_finiteness_check_is_the_one_synchronization_beside_the_float_means(
     with _Synchronizations() as found:
         loss_fn(sample(), policy={"objective": objective})
     assert found.count == gathers + 1
+
+
+def test_an_estimator_that_does_not_exist_is_refused_not_ignored() -> None:
+    from composer_prime_plugin.config import SDPOConfig
+    from composer_prime_plugin.divergence import configured_divergence
+    from composer_prime_plugin.errors import ConfigError
+
+    logits = torch.zeros(2, 3)
+    with pytest.raises(ConfigError, match=r'sdpo\.estimator must be "full"'):
+        configured_divergence(logits, logits, SDPOConfig(weight=1.0, estimator="top_k", top_k=1))
+    with pytest.raises(ValidationError, match="top_k is read by estimator"):
+        SDPOConfig(top_k=3)
+
+
+@pytest.mark.parametrize("key", ["weight", "temperature"])
+def test_infinite_settings_are_refused(key: str) -> None:
+    with pytest.raises(ValidationError, match="finite number"):
+        plugin.parse_kwargs({"sdpo": {key: float("inf")}})

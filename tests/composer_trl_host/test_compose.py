@@ -272,3 +272,63 @@ def test_a_non_finite_value_at_a_masked_token_changes_nothing(model):
     wanted, result = (compose_loss(model, b, config()).loss for b in (zeroed, broken))
     assert bool(torch.isfinite(result.detach()))
     torch.testing.assert_close(result, wanted, rtol=1e-6, atol=0)
+
+
+def test_a_kept_graph_gives_the_same_gradient_every_time(model):
+    loss = compose_loss(model, make_batch(), config()).loss
+    first, *more = [
+        torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)]
+        )
+        for _ in range(3)
+    ]
+    for again in more:
+        torch.testing.assert_close(again, first, rtol=1e-4, atol=1e-7)
+
+
+def test_both_sides_are_read_in_one_precision_under_autocast(model):
+    """accelerate wraps the forward of the whole model; with an empty hint the divergence must stay 0."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # far from uniform, so that a precision shows
+    batch = make_batch(rows=[2])
+    ids = PROMPTS[2] + COMPLETIONS[2]
+    batch.update(build_site_batch([ids], [[ErrorSite(5, len(ids), 4, (), "a", "x")]], [0], 0).as_batch())
+
+    def autocast():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    plain = model.forward
+    model.forward = lambda *args, **kwargs: _under(autocast(), plain, *args, **kwargs)
+    try:
+        same = compose_loss(model, batch, config(), autocast=autocast)
+        other = compose_loss(model, batch, config())
+    finally:
+        del model.forward
+    assert float(same.sdpo_sum) < 1e-6
+    assert float(other.sdpo_sum) > 1e-3  # what it would be with the teacher in float32
+
+
+def _under(context, function, *args, **kwargs):
+    with context:
+        return function(*args, **kwargs)
+
+
+def test_recovery_tokens_before_the_first_completion_token_are_read_where_they_stand(model, monkeypatch):
+    from composer_trl_host import reading
+
+    model = model.double()
+    batch = make_batch()
+    real = [[*PROMPTS[r], *COMPLETIONS[r]] for r in range(3)]
+    early = [[ErrorSite(2, 3, 1, (50,), "a", "x")], [], []]
+    batch.update(build_site_batch(real, early, [0, 2, 1], pad_token_id=0).as_batch())
+    wanted = compose_loss(model, batch, config()).sdpo_sum
+    monkeypatch.setattr(reading, "_parts", lambda _model: (None, None))
+    torch.testing.assert_close(compose_loss(model, batch, config()).sdpo_sum, wanted, rtol=1e-9, atol=0)
+
+
+def test_padding_before_a_completion_token_is_refused(model):
+    batch = make_batch(with_sites=False)
+    batch["attention_mask"][1, 3] = 0
+    with pytest.raises(LossInputError, match="every completion token and the token before it must be real"):
+        compose_loss(model, batch, config())

@@ -16,6 +16,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from composer_prime_plugin.errors import ModelError
 from composer_trl_host import reading
 from composer_trl_host.compose import compose_loss
 from composer_trl_host.reading import HiddenReading, LogitsReading, read_student, read_teacher
@@ -174,3 +175,20 @@ def test_lora_reads_through_the_adapter(model, monkeypatch):
     torch.testing.assert_close(loss, plain, rtol=1e-9, atol=0)
     torch.testing.assert_close(mine, wanted, rtol=1e-7, atol=1e-12)
     assert float(wanted.abs().max()) > 0
+
+
+def test_functional_dropout_is_seen(model, caplog):
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    batch = make_batch()
+    assert read_student(model, batch["input_ids"], batch["attention_mask"], 0, True).keys_values is None
+    assert "dropout is on" in caplog.text
+
+
+def test_prompt_tuning_is_refused(model):
+    from peft import PromptTuningConfig
+
+    wrapped = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ModelError, match="must not be prompt or prefix tuning"):
+        compose_loss(wrapped, make_batch(), config())

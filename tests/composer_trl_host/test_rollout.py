@@ -165,3 +165,26 @@ def test_evaluation_counts_first_tries_and_recoveries_from_the_first_evaluations
     assert (end.first_try, end.failed, end.replayed, end.replay_recovered) == (2, 0, 1, 1)
     assert end.recovery_rate == 1.0
     assert real.dropped == {}
+
+
+def test_a_hint_generator_that_fails_is_counted_and_training_goes_on(tokenizer):
+    class Broken:
+        def generate(self, context):
+            raise TimeoutError
+
+    real = runner(tokenizer, hints=Broken())
+    rollout = real.play([{"secret": "aa"}], script(tokenizer, [["x"], ["aa"]]))[0]
+    assert (rollout.sites, rollout.solved) == ([], True)
+    assert real.dropped == {"the hint generator failed with TimeoutError": 1}
+
+
+def test_replayed_turns_have_no_logprobs_and_those_behind_them_stay_aligned(tokenizer):
+    real = runner(tokenizer)
+    first = real.play([{"secret": "aa"}], script(tokenizer, [["x"], ["aa"]]))[0]
+    again = real.play(
+        [{"secret": "aa"}], script(tokenizer, [["aa"]], logprob=-1.5), given=[first.up_to_first_error()]
+    )[0]
+    assert again.logprobs is not None
+    assert len(again.logprobs) == len(again.completion_ids)
+    assert again.logprobs[-3:] == [-1.5] * 3
+    assert set(again.logprobs[:-3]) == {0.0}
