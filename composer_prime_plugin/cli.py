@@ -214,8 +214,8 @@ def _run_host(run: RunFile) -> int:
 
 
 def _interrupted(words: list[str]) -> str:
-    resume = words[1:] if "--resume" in words else [*words[1:], "--resume"]
-    return f"interrupted; go on from the last checkpoint with `{HOST_COMMAND} {shlex.join(resume)}`"
+    # Once training begins the host says itself how to go on.
+    return f"interrupted before training began; start again with `{HOST_COMMAND} {shlex.join(words[1:])}`"
 
 
 def _complain(message: str) -> None:

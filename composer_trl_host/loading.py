@@ -47,6 +47,11 @@ def load_object(spec: str, base_dir: Path, key: str) -> Any:
                 ) from error
     else:
         module_path, _, name = spec.replace(":", ".").rpartition(".")
+        if not module_path or "/" in spec:
+            raise ConfigError(
+                f"{key} must be file.py:Name, relative to the TOML, or package.module.Name; found {spec!r}"
+                + ("" if "/" in spec else "; names of the verifiers library do not run on this host")
+            )
         try:
             module = importlib.import_module(module_path)
         except (ImportError, ValueError) as error:
@@ -66,6 +71,10 @@ def load_model(settings: HostSettings) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = settings.model_name or str(embedded_model())
+    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
+        raise ModelError(
+            f"model.name must be an existing folder or a hub name; found no folder {name}; set model.name"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, padding_side="left", trust_remote_code=settings.trust_remote_code

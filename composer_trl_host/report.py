@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -75,6 +75,21 @@ class MetricsWriter(TrainerCallback):
             self._file = None
 
 
+def logged_steps(path: Path, last: int) -> list[dict[str, Any]]:
+    """The training steps up to ``last`` that an earlier part of the run logged, each once."""
+    if not path.is_file():
+        return []
+    rows: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that a crash cut off
+        if "loss/total" in row and row["step"] <= last:
+            rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
 def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
@@ -82,10 +97,10 @@ def _is_finite(value: Any) -> bool:
 class ConsoleReport(TrainerCallback):
     """A progress bar and one line of losses per logged step."""
 
-    def __init__(self, console: Console, max_steps: int) -> None:
+    def __init__(self, console: Console, max_steps: int, earlier: Sequence[dict[str, Any]] = ()) -> None:
         self.console = console
         self.max_steps = max_steps
-        self.history: list[dict[str, Any]] = []
+        self.history: list[dict[str, Any]] = list(earlier)
         self._progress: Progress | None = None
         self._task: Any = None
         self._since = time.monotonic()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from composer_prime_plugin.config import ComposerConfig
-from composer_prime_plugin.errors import TaskError
+from composer_prime_plugin.errors import ComposerError, TaskError
 from composer_trl_host.alignment import ErrorSite
 from composer_trl_host.chat import Chat
 from composer_trl_host.environment import Environment, Episode, Reply
@@ -29,6 +33,7 @@ class Rollout:
     """
 
     prompt_ids: list[int]
+    row: Mapping[str, Any] = field(default_factory=dict)
     completion_ids: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
@@ -95,8 +100,11 @@ class RolloutRunner:
         ``show_hints``: the model itself reads the hints (to measure the teacher). ``given``: turns
         per row that are replayed instead of sampled, before the model takes over.
         """
-        episodes = [self.environment.episode(row) for row in rows]
-        rollouts = [Rollout(prompt_ids=self.chat.prompt_ids(episode.prompt)) for episode in episodes]
+        episodes = [self._ask("episode", row, partial(self.environment.episode, row)) for row in rows]
+        rollouts = [
+            Rollout(prompt_ids=self.chat.prompt_ids(episode.prompt), row=row)
+            for row, episode in zip(rows, episodes, strict=True)
+        ]
         for rollout, episode in zip(rollouts, episodes, strict=True):
             rollout.messages.extend(episode.prompt)
         replay = [list(turns) for turns in given] if given is not None else [[] for _ in rows]
@@ -124,9 +132,26 @@ class RolloutRunner:
                     still.append(i)
             active = still
         for rollout, episode in zip(rollouts, episodes, strict=True):
-            rollout.reward = float(episode.reward())
-            rollout.solved = bool(episode.solved())
+            rollout.reward = float(self._ask("reward", rollout.row, episode.reward))
+            if not math.isfinite(rollout.reward):
+                raise TaskError(
+                    f"{self.environment.name}: reward() must be a finite number; found {rollout.reward} for row {rollout.row!r}"
+                )
+            rollout.solved = bool(self._ask("solved", rollout.row, episode.solved))
         return rollouts
+
+    def _ask(self, method: str, row: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+        """Call into the environment; what it raises is named with its place and the row."""
+        try:
+            return call()
+        except ComposerError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise TaskError(
+                f"{self.environment.name}: {method}() must not fail; it raised {error!r} at {Path(frame.filename).name}:"
+                f"{frame.lineno} for row {dict(row)!r}; mend the environment"
+            ) from error
 
     def _has_room(self, rollout: Rollout) -> bool:
         length = len(rollout.prompt_ids) + len(rollout.completion_ids)
@@ -158,7 +183,12 @@ class RolloutRunner:
         text = self.chat.tokenizer.decode(turn, skip_special_tokens=True)
         rollout.messages.append({"role": "assistant", "content": text})
         self._close_site(rollout, failures.pop(index, None), start, start + len(turn))
-        reply = episode.step(text)
+        reply = self._ask("step", rollout.row, lambda: episode.step(text))
+        if not isinstance(reply, Reply):
+            raise TaskError(
+                f"{self.environment.name}: step() must return a composer_trl_host.environment.Reply; found "
+                f"{type(reply).__name__}"
+            )
         if reply.done or not reply.messages or last:
             return False
         bridge = self.chat.bridge(reply.messages)

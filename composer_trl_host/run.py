@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from composer_prime_plugin.errors import ConfigError, TaskError
 from composer_prime_plugin.runfile import RunFile
 from composer_trl_host.chat import Chat
 from composer_trl_host.embedded import embedded_note
-from composer_trl_host.environment import Environment
+from composer_trl_host.environment import Environment, Split
 from composer_trl_host.evaluate import Evaluation, Evaluator
 from composer_trl_host.loading import load_model, load_object, lora_config
 from composer_trl_host.report import (
@@ -29,6 +30,7 @@ from composer_trl_host.report import (
     GracefulStop,
     MetricsWriter,
     draw_curves,
+    logged_steps,
     print_summary,
     summarize,
 )
@@ -55,26 +57,36 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     settings = HostSettings.from_run(run)
     for item in settings.unhonoured:
         console.print(f"not honoured by the TRL host: {item}", highlight=False, markup=False)
+    main = int(os.environ.get("RANK", "0")) == 0
+    checkpoint = _checkpoint(settings)
+    if main:
+        _prepare_folder(settings, resuming=checkpoint is not None, console=console)
     _quiet_libraries()
     console.print(f"model:   {settings.model_name or embedded_note()}", highlight=False, markup=False)
     set_seed(settings.seed)
     trainer, runner, heldout = build(settings)
-    main = trainer.accelerator.is_main_process
-    checkpoint = _checkpoint(settings)
-    if main:
-        _prepare_folder(settings, resuming=checkpoint is not None, console=console)
-    trainer.accelerator.wait_for_everyone()
     writer = MetricsWriter(settings.run_dir / METRICS_FILE)
-    report = ConsoleReport(console, settings.max_steps)
+    earlier = (
+        [] if checkpoint is None else logged_steps(settings.run_dir / METRICS_FILE, _step_of(checkpoint))
+    )
+    report = ConsoleReport(console, settings.max_steps, earlier)
     stop = GracefulStop(console)
+    start = end = None
     trainer.remove_callback(PrinterCallback)
     for callback in (writer, report, stop):
         trainer.add_callback(callback)
     try:
         evaluator = Evaluator(runner, heldout, settings.seed)
-        start = _evaluate(trainer, evaluator, writer, console, "start")
+        # A resumed run is measured at its start too: the checkpoint is loaded by train(), so these are the
+        # first weights again, and the same errors are replayed as in the run that was stopped.
+        start = _evaluate(trainer, evaluator, writer, console, "start", write=checkpoint is None)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        end = None if stop.asked else _evaluate(trainer, evaluator, writer, console, "end")
+        finished = trainer.state.global_step >= settings.max_steps
+        end = _evaluate(trainer, evaluator, writer, console, "end") if finished else None
+    except KeyboardInterrupt:
+        report.stop()
+        console.print(f"interrupted; {_how_to_go_on(run, settings)}", highlight=False, markup=False)
+        return INTERRUPTED
     finally:
         report.stop()
         stop.restore()
@@ -83,10 +95,18 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
             draw_curves(report.history, settings.run_dir / CURVES_FILE)
     if main:
         _close(console, settings, runner, report, start, end)
-    if stop.asked:
-        console.print(f"stopped at step {trainer.state.global_step}; resume with --resume", highlight=False)
+    if not finished:
+        message = f"stopped after step {trainer.state.global_step}; {_how_to_go_on(run, settings)}"
+        console.print(message, highlight=False, markup=False)
         return INTERRUPTED
     return 0
+
+
+def _how_to_go_on(run: RunFile, settings: HostSettings) -> str:
+    words = [word for word in run.arguments if word != "--resume"]
+    if not _checkpoints(settings):
+        return f"no checkpoint was written; start again with: composer-rl run {shlex.join(words)}"
+    return f"go on with: composer-rl run {shlex.join(words)} --resume"
 
 
 def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, list[dict[str, Any]]]:
@@ -100,9 +120,11 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
     environment = load_object(host.environment, settings.base_dir, "trl_host.environment")
     if isinstance(environment, type) or not isinstance(environment, Environment):
         environment = environment(**host.environment_kwargs)
-    if not isinstance(environment, Environment):
+    missing = [name for name in ("name", "hints", "rows", "episode") if not hasattr(environment, name)]
+    if missing:
         raise TaskError(
-            f"trl_host.environment must have name, hints, rows() and episode(); {host.environment} does not"
+            f"trl_host.environment must have name, hints, rows() and episode(); {host.environment} lacks "
+            f"{' and '.join(missing)}; see docs/environments.md"
         )
     hints = environment.hints
     if host.hints is not None:
@@ -110,11 +132,21 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
         hints = hints() if isinstance(hints, type) else hints
     model, tokenizer = load_model(settings)
     chat = Chat(tokenizer)
-    rows = environment.rows("train", host.train_rows, settings.seed)
+    if hints is None and settings.config.sdpo.active:
+        raise ConfigError(
+            f"sdpo.weight = {settings.config.sdpo.weight} needs hints; {host.environment} has none (hints = None); give the "
+            "environment a hint generator, set trl_host.hints, or set sdpo.weight = 0"
+        )
+    rows = _rows(environment, "train", host.train_rows, settings.seed)
+    prompts = settings.batch_size // settings.group_size
+    if len(rows) < prompts:
+        raise ConfigError(
+            f"a step needs batch_size / group_size = {prompts} prompts; found trl_host.train_rows = {len(rows)}; raise it"
+        )
     turn_tokens = _turn_tokens(
         settings, [len(chat.prompt_ids(environment.episode(row).prompt)) for row in rows]
     )
-    heldout = environment.rows("heldout", host.heldout_rows, settings.seed) if host.heldout_rows else []
+    heldout = _rows(environment, "heldout", host.heldout_rows, settings.seed) if host.heldout_rows else []
     dataset = Dataset.from_list([{**row, "prompt": environment.episode(row).prompt} for row in rows])
     longest_context = None if settings.seq_len is None else settings.seq_len - turn_tokens
     runner = RolloutRunner(environment, chat, hints, settings.config, (), longest_context)
@@ -142,6 +174,16 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
     return trainer, runner, heldout
 
 
+def _rows(environment: Environment, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+    rows = environment.rows(split, count, seed)
+    if len(rows) != count:
+        raise TaskError(
+            f"rows({split!r}, {count}, seed) must give {count} rows; {environment.name} gave {len(rows)}; repeat rows "
+            f"where there are fewer, or set trl_host.{'train' if split == 'train' else 'heldout'}_rows"
+        )
+    return rows
+
+
 def _turn_tokens(settings: HostSettings, prompt_lengths: list[int]) -> int:
     """Tokens that one turn of the model may take. Unset, the room behind the longest prompt is shared
     between the turns."""
@@ -163,12 +205,13 @@ def _grpo_config(settings: HostSettings, turn_tokens: int) -> Any:
     if settings.wandb_project is not None:
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError(
-                "wandb must be installed where the TOML has a W&B table; found none; pip install wandb, or remove the table"
+                "wandb must be installed where the TOML has a W&B table; found none; pip install wandb, or add --no-wandb"
             )
         os.environ["WANDB_PROJECT"] = settings.wandb_project
     if settings.group_size < 2:
         raise ConfigError(
-            f"group_size must be at least 2, since advantages are taken against the group's mean; found {settings.group_size}"
+            "orchestrator.group_size must be at least 2, since advantages are taken against the group's mean; found "
+            f"{settings.group_size}; set orchestrator.group_size = 2 or more"
         )
     if micro == 0 or settings.batch_size % (micro * processes):
         raise ConfigError(
@@ -214,13 +257,18 @@ def _grpo_config(settings: HostSettings, turn_tokens: int) -> Any:
 
 
 def _evaluate(
-    trainer: ComposerGRPOTrainer, evaluator: Evaluator, writer: MetricsWriter, console: Console, when: str
+    trainer: ComposerGRPOTrainer,
+    evaluator: Evaluator,
+    writer: MetricsWriter,
+    console: Console,
+    when: str,
+    write: bool = True,
 ) -> Evaluation | None:
     if not evaluator.rows:
         return None
     console.print(f"held-out evaluation ({when}): {len(evaluator.rows)} prompts", highlight=False)
     result = evaluator.evaluate(trainer.sample_turns)
-    if trainer.accelerator.is_main_process:
+    if write and trainer.accelerator.is_main_process:
         writer.write({"step": trainer.state.global_step, "evaluation": when, **result.as_metrics()})
     return result
 
@@ -229,22 +277,47 @@ def _checkpoint(settings: HostSettings) -> Path | None:
     """The checkpoint folder that ``resume`` names, or None."""
     if settings.resume is None:
         return None
-    found = {
-        int(path.name.removeprefix("checkpoint-")): path
-        for path in settings.run_dir.glob("checkpoint-*")
-        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
-    }
+    found = _checkpoints(settings)
     step = max(found, default=None) if settings.resume == "latest" else settings.resume
     if step not in found:
         have = ", ".join(map(str, sorted(found))) or "none"
         raise ConfigError(
-            f"resume must name a checkpoint in {settings.run_dir}; found steps: {have}; asked for {settings.resume}"
+            f"resume must name a checkpoint in {settings.run_dir}; found steps: {have}; asked for {settings.resume}; "
+            "name one of them, or leave resume out to start"
+        )
+    if step is not None and step >= settings.max_steps:
+        raise ConfigError(
+            f"max_steps must be above the step to resume from; found step {step} of max_steps = {settings.max_steps}: that run "
+            "is complete; raise max_steps"
         )
     return found[step]
 
 
+def _checkpoints(settings: HostSettings) -> dict[int, Path]:
+    """The complete checkpoints of the run folder by step."""
+    return {
+        _step_of(path): path
+        for path in settings.run_dir.glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdigit() and (path / "trainer_state.json").is_file()
+    }
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
 def _prepare_folder(settings: HostSettings, resuming: bool, console: Console) -> None:
     folder = settings.run_dir
+    try:
+        _make_folder(folder, resuming, console)
+        (folder / RESOLVED_FILE).write_text(resolved_json(settings), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir must be a folder that can be written; {folder} fails with {error.strerror or error}; set output_dir"
+        ) from error
+
+
+def _make_folder(folder: Path, resuming: bool, console: Console) -> None:
     if not resuming and (folder / METRICS_FILE).exists():
         number = 1
         while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
@@ -252,7 +325,6 @@ def _prepare_folder(settings: HostSettings, resuming: bool, console: Console) ->
         folder.rename(aside)
         console.print(f"an earlier run was moved to {aside}", highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESOLVED_FILE).write_text(resolved_json(settings), encoding="utf-8")
 
 
 def _close(

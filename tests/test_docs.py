@@ -59,3 +59,24 @@ def test_every_key_of_the_schema_has_a_description():
                 walk(field.annotation, f"{prefix}{name}.")
 
     walk(ComposerConfig)
+
+
+def test_the_environment_of_the_docs_is_one():
+    from composer_trl_host.environment import Environment, Episode, Reply
+    from composer_trl_host.hints import ErrorContext
+
+    (code,) = blocks(ROOT / "docs" / "environments.md", "python")
+    names: dict = {}
+    exec(code, names)
+    environment = names["Echo"]()
+    assert isinstance(environment, Environment)
+    (row,) = environment.rows("heldout", 1, 0)
+    episode = environment.episode(row)
+    assert isinstance(episode, Episode)
+    reply = episode.step("black")
+    assert isinstance(reply, Reply)
+    assert (reply.tool_error, episode.reward()) == ("wrong", 0.0)
+    context = ErrorContext("wrong", "wrong: black", "black", details=reply.details)
+    assert environment.hints.generate(context).text == "hint: say kcalb"
+    assert episode.step("kcalb").done
+    assert episode.solved()

@@ -191,7 +191,8 @@ def test_an_interrupt_says_how_to_go_on(folder, prime_absent, host, monkeypatch,
 
     monkeypatch.setattr(sys.modules[cli.HOST_MODULE], "run_host", interrupted)
     assert cli.main(["run", *words]) == 130
-    assert "`composer-rl run @ rl.toml --resume`" in only_line(capsys.readouterr().err)
+    command = "composer-rl run " + " ".join(words)
+    assert f"start again with `{command}`" in only_line(capsys.readouterr().err)
 
 
 def test_version_and_help(capsys):

@@ -49,3 +49,43 @@ class PasswordEnvironment:
 
     def episode(self, row: Mapping[str, Any]) -> PasswordEpisode:
         return PasswordEpisode(row["secret"])
+
+
+class NoHints(PasswordEnvironment):
+    def __init__(self) -> None:
+        self.hints = None
+
+
+class FewRows(PasswordEnvironment):
+    def rows(self, split: str, count: int, seed: int) -> list[dict[str, Any]]:
+        return super().rows(split, 1, seed)
+
+
+class Nameless:
+    hints = None
+
+    def rows(self, split: str, count: int, seed: int) -> list[dict[str, Any]]:
+        return []
+
+
+class _Episode(PasswordEpisode):
+    def __init__(self, secret: str, fault: str) -> None:
+        super().__init__(secret)
+        self.fault = fault
+
+    def step(self, turn: str) -> Any:
+        if self.fault == "raise":
+            raise KeyError("boom")
+        return {"done": True} if self.fault == "dict" else super().step(turn)
+
+    def reward(self) -> float:
+        return float("nan") if self.fault == "nan" else super().reward()
+
+
+class Faulty(PasswordEnvironment):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def episode(self, row: Mapping[str, Any]) -> PasswordEpisode:
+        return _Episode(row["secret"], self.fault)

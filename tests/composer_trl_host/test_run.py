@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -53,6 +54,13 @@ train_rows = 8
 heldout_rows = 4
 micro_batch_size = 2
 """
+
+
+FAULTY = [
+    "--trainer.loss.kwargs.trl_host.environment",
+    "task.py:Faulty",
+    "--trainer.loss.kwargs.trl_host.environment_kwargs.fault",
+]
 
 
 @pytest.fixture
@@ -125,7 +133,7 @@ def test_a_stopped_run_keeps_its_metrics_and_resumes_to_the_same_end(toml, monke
 
     monkeypatch.setattr(report.MetricsWriter, "on_log", interrupt_in_step_two)
     assert main(three) == 130
-    assert "resume" in capsys.readouterr().out
+    assert f"go on with: composer-rl run @ {toml} --max-steps 3 --resume" in capsys.readouterr().out
     monkeypatch.setattr(report.MetricsWriter, "on_log", written)
     out = toml.parent / "out"
     assert [row["step"] for row in records(out) if "loss/total" in row] == [1, 2]
@@ -133,6 +141,21 @@ def test_a_stopped_run_keeps_its_metrics_and_resumes_to_the_same_end(toml, monke
     whole = {row["step"]: row["loss/total"] for row in records(toml.parent / "whole") if "loss/total" in row}
     resumed = {row["step"]: row["loss/total"] for row in records(out) if "loss/total" in row}
     assert resumed == whole
+    # The table and the curves cover the whole run, and a complete run is not trained on.
+    assert [row["evaluation"] for row in records(out) if "evaluation" in row] == ["start", "end"]
+    assert re.search(r"steps +3\n", capsys.readouterr().out)
+    assert main([*three, "--resume"]) == 2
+    assert "found step 3 of max_steps = 3: that run is complete" in capsys.readouterr().err
+
+
+def test_an_interrupt_before_any_checkpoint_says_to_start_again(toml, monkeypatch, capsys):
+    def twice(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(report.MetricsWriter, "on_step_begin", twice)
+    assert main(["run", "@", str(toml)]) == 130
+    assert f"no checkpoint was written; start again with: composer-rl run @ {toml}" in capsys.readouterr().out
 
 
 def test_a_run_without_sdpo_trains_channel_one_on_the_host(toml, capsys):
@@ -175,6 +198,23 @@ def test_the_rest_of_the_toml_trains_too(toml, arguments):
         (["--orchestrator.batch-size", "5"], "must be a multiple of"),
         (["--trainer.loss.kwargs.sdpo.hint-scope", "cumulative"], "sdpo.hint_scope must be 'isolated'"),
         (["--ckpt.resume-step", "7"], "resume must name a checkpoint"),
+        (["--wandb"], "wandb must be installed"),
+        (["--trainer.loss.kwargs.trl_host.environment", "task.py:NoHints"], "needs hints"),
+        (
+            ["--trainer.loss.kwargs.trl_host.environment", "task.py:FewRows"],
+            "must give 8 rows; password gave 1",
+        ),
+        (["--trainer.loss.kwargs.trl_host.environment", "task.py:Nameless"], "lacks name and episode"),
+        (["--trainer.loss.kwargs.trl_host.environment", "wordle"], "must be file.py:Name"),
+        (
+            ["--trainer.loss.kwargs.trl_host.train_rows", "1"],
+            "a step needs batch_size / group_size = 2 prompts",
+        ),
+        ([*FAULTY, "nan"], "reward() must be a finite number; found nan for row"),
+        ([*FAULTY, "dict"], "step() must return a composer_trl_host.environment.Reply; found dict"),
+        ([*FAULTY, "raise"], "step() must not fail; it raised KeyError('boom') at task.py:"),
+        (["--output-dir", "rl.toml"], "output_dir must be a folder that can be written"),
+        (["--model.name", "./gone"], "found no folder ./gone"),
         (["--model.name", "no-such-folder/x"], "the model must come with a tokenizer"),
         (
             ["--seq-len", "20", "--orchestrator.train.sampling.max-completion-tokens", "None"],
@@ -184,6 +224,7 @@ def test_the_rest_of_the_toml_trains_too(toml, arguments):
 )
 def test_bad_input_is_one_sentence_and_exit_code_two(toml, capsys, monkeypatch, arguments, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(toml.parent)
     assert main(["run", "@", str(toml), *arguments]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error
