@@ -261,10 +261,11 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     steps = [row["step"] for row in history]
     panels = (
-        ("loss (nats per rl token)", ("loss/total", "loss/policy", "loss/sdpo_weighted")),
+        ("loss (nats per trained token)", ("loss/total", "loss/policy", "loss/sdpo_weighted")),
         ("divergence (nats per error token)", ("loss/sdpo_jsd",)),
         ("training rollouts", ("reward", "rollout/first_try", "rollout/recovery")),
     )
@@ -274,7 +275,10 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
             values = [row.get(key) if row.get(key) is not None else math.nan for row in history]
             axis.plot(steps, values, marker="o", markersize=3, label=key)
         axis.set(title=title, xlabel="optimizer step")
-        axis.legend(fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.legend(
+            fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(keys), frameon=False
+        )
         axis.grid(alpha=0.3)
     # No date in the file: the same run gives the same bytes.
     figure.savefig(path, dpi=110, metadata={"Software": None})
