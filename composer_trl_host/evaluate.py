@@ -34,11 +34,6 @@ class Evaluation:
     replay_recovered: int
     hinted_recovered: int
 
-    @property
-    def recovery_rate(self) -> float | None:
-        """Recovered over replayed errors, without a hint; None where there is none."""
-        return self.replay_recovered / self.replayed if self.replayed else None
-
     def as_metrics(self) -> dict[str, float]:
         """The counts under ``heldout/``."""
         return {f"heldout/{name}": value for name, value in asdict(self).items()}

@@ -16,6 +16,7 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import PrinterCallback, set_seed
 
+from composer_prime_plugin.cli import INTERRUPT_EXIT
 from composer_prime_plugin.errors import ConfigError, TaskError
 from composer_prime_plugin.runfile import RunFile
 from composer_trl_host.chat import Chat
@@ -40,7 +41,6 @@ from composer_trl_host.settings import HostSettings
 from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
 
 RESOLVED_FILE = "config.json"
-INTERRUPTED = 130
 _OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
 DEFAULT_SEQ_LEN = 2048
 """PRIME-RL's. Read only where neither ``seq_len`` nor a limit on a turn's tokens is set."""
@@ -86,7 +86,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     except KeyboardInterrupt:
         report.stop()
         console.print(f"interrupted; {_how_to_go_on(run, settings)}", highlight=False, markup=False)
-        return INTERRUPTED
+        return INTERRUPT_EXIT
     finally:
         report.stop()
         stop.restore()
@@ -98,7 +98,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     if not finished:
         message = f"stopped after step {trainer.state.global_step}; {_how_to_go_on(run, settings)}"
         console.print(message, highlight=False, markup=False)
-        return INTERRUPTED
+        return INTERRUPT_EXIT
     return 0
 
 
