@@ -74,7 +74,8 @@ example:
 ROUTE_HELP = f"""\
 usage: composer-rl route @ rl.toml [@ more.toml ...] [--dotted.key VALUE ...] [--json]
 
-Show which backend trains the TOML, the reasons, and the command that starts it.
+Show which backend trains the TOML, the reasons, and the command that starts it. Reads the loss table alone:
+what else the TOML holds is checked when it runs.
 
 {_ARGUMENTS}
   --json                print {{"backend", "reasons", "command"}}; backend is "prime-rl" or "trl-host"

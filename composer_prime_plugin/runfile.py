@@ -1,9 +1,9 @@
 """What a user typed after ``composer-rl run``: PRIME-RL TOMLs and overrides, read as PRIME-RL reads them.
 
 ``@ a.toml @ b.toml`` are layered in order, ``--trainer @ trainer.toml`` fills one section, and
-``--max-steps 50 --trainer.optim.lr=1e-5 --no-wandb`` win over every file. Files are merged by
-PRIME-RL's own command-line library. Overrides are read here, because that library needs the schema
-of the release to read them and the releases differ. Imports no torch.
+``--max-steps 50 --trainer.optim.lr=1e-5 --no-wandb`` win over every file. PRIME-RL's own
+command-line library needs one release's schema to read an override, and the releases differ; so its rules
+are followed here, and the tests hold both against each other. Imports no torch.
 """
 
 from __future__ import annotations
