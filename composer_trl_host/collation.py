@@ -1,0 +1,76 @@
+"""What a trace becomes: rows of token ids with their error sites, and what happened to every site."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from composer_prime_plugin.config import HintRole
+from composer_trl_host.alignment import ErrorSite
+from composer_trl_host.hints import Hint
+from composer_trl_host.traces.model import ToolFailure
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """One student sequence. A trace longer than the limit gives several.
+
+    ``ids``: the tokens. ``prompt_length``: those before the first turn of the model. ``sampled``: per
+    token, True in a turn of the model. ``trained``: per token, True where channel 1 trains it; each
+    token of a trace is trained in one row at most. ``advantages``, ``logprobs``: per token, 0 outside
+    trained tokens; ``logprobs`` is None where the trace has none. ``site_turns``: the turn of each site.
+    """
+
+    trace_id: str
+    ids: tuple[int, ...]
+    prompt_length: int
+    sampled: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    advantages: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
+    sites: tuple[ErrorSite, ...]
+    site_turns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SiteOutcome:
+    """What became of one error site: kept in ``row`` (its number among the trace's rows), or ``dropped``
+    for a reason. ``recovery_tokens`` is 0 where the turn could not be found."""
+
+    turn: int
+    failures: tuple[ToolFailure, ...]
+    hint: Hint | None
+    hint_role: HintRole | None
+    recovery_tokens: int
+    row: int | None
+    dropped: str | None
+
+    @property
+    def kept(self) -> bool:
+        return self.dropped is None
+
+
+@dataclass(frozen=True)
+class CollatedTrace:
+    """The rows of one trace and the outcome of each of its sites, in order of the turns."""
+
+    rows: tuple[TraceRow, ...]
+    outcomes: tuple[SiteOutcome, ...]
+
+
+@dataclass
+class CollationReport:
+    """Counts over everything collated: ``sites_in == sites_kept + sum(dropped.values())``.
+
+    ``cut_rows``: rows whose beginning was cut off to fit, ``cut_tokens`` what they lost there.
+    ``notes``: other things done to the input, by what was done.
+    """
+
+    traces: int = 0
+    rows: int = 0
+    sites_in: int = 0
+    sites_kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    cut_rows: int = 0
+    cut_tokens: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
