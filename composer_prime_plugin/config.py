@@ -14,6 +14,7 @@ from pydantic_config import BaseConfig
 Objective = Literal["dppo", "ipo", "dr_grpo"]
 KLEstimator = Literal["k1", "squared", "k3"]
 ClipMode = Literal["entry", "token", "rescale"]
+HintScope = Literal["isolated", "cumulative"]
 HintRole = Literal["system", "user", "tool_result"]
 
 DEFAULT_KL_ESTIMATOR: dict[Objective, KLEstimator] = {"dppo": "squared", "ipo": "squared", "dr_grpo": "k1"}
@@ -155,9 +156,9 @@ class SDPOConfig(_Table):
 
     student_context: Literal["raw", "placeholder"] = "raw"
     """``raw``: the student's sequence stays as it was sampled. ``placeholder``: a neutral message
-    of the hint's token length stands where the teacher has the hint."""
+    of the hint's token length stands where the teacher has the hint (training on traces alone)."""
 
-    hint_scope: Literal["isolated", "cumulative"] = "isolated"
+    hint_scope: HintScope = "isolated"
     """``isolated``: each site's teacher sees its own hint alone. ``cumulative``: earlier hints stay in."""
 
     hint_role: HintRole = "user"
@@ -203,6 +204,18 @@ class TRLHostConfig(_Table):
 
     environment: str | None = None
     """The live task: ``package.module.Class``, or ``file.py:Class`` relative to the TOML."""
+
+    traces: str | None = None
+    """Recorded traces to train on instead of a live task: a file or a folder, relative to the TOML."""
+
+    trace_format: Literal["auto", "claude-code", "openai", "verifiers"] = "auto"
+    """What the files of ``traces`` are. ``auto``: found out per file."""
+
+    strip_thinking: bool = False
+    """Leave out the model's thinking when traces are rendered. A recovery that is then empty is no site."""
+
+    rejected_are_errors: bool = False
+    """Calls that a person refused or interrupted are error sites too."""
 
     environment_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""

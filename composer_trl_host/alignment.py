@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_prime_plugin.config import HintScope
 from composer_prime_plugin.errors import AlignmentError
 
 PAD_INDEX = -1
@@ -28,7 +29,8 @@ class ErrorSite:
 
     ``start`` and ``stop`` bound the recovery turn's sampled tokens, ``splice_at`` is where the
     hint's message goes (``splice_at <= start``), ``hint_ids`` are its tokens. ``hint_source`` names
-    who wrote the hint, ``error_kind`` what failed.
+    who wrote the hint, ``error_kind`` what failed. ``placeholder``: tokens of the row from
+    ``splice_at`` on that stand where the teacher has the hint; 0 where the row is as it was.
     """
 
     start: int
@@ -37,12 +39,13 @@ class ErrorSite:
     hint_ids: tuple[int, ...]
     hint_source: str
     error_kind: str
+    placeholder: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.splice_at <= self.start < self.stop:
+        if not (0 < self.splice_at <= self.splice_at + self.placeholder <= self.start < self.stop):
             raise AlignmentError(
-                "a site must have 0 < splice_at <= start < stop; found "
-                f"splice_at {self.splice_at}, start {self.start}, stop {self.stop}"
+                "a site must have 0 < splice_at <= splice_at + placeholder <= start < stop; found "
+                f"splice_at {self.splice_at}, placeholder {self.placeholder}, start {self.start}, stop {self.stop}"
             )
 
 
@@ -54,7 +57,7 @@ class SiteBatch:
     ``site_row``: ``(S,)`` long, the student row of each site. ``student_response_idx``,
     ``teacher_response_idx``: ``(S, K)`` long, positions **of** the recovery tokens in the padded
     sequences (the loss reads the logits one earlier), padded with -1; ``*_valid``: ``(S, K)`` bool.
-    ``teacher_prefix``, ``student_prefix``: ``(S,)`` long, where the hint begins in the teacher's
+    ``teacher_prefix``, ``student_prefix``: ``(S,)`` long, where the first hint begins in the teacher's
     sequence and the same boundary's column in the padded student row; what stands before is shared.
     ``hint_source``: one name per site.
     """
@@ -80,12 +83,14 @@ def build_site_batch(
     sites: Sequence[Sequence[ErrorSite]],
     offsets: Sequence[int],
     pad_token_id: int,
+    hint_scope: HintScope = "isolated",
 ) -> SiteBatch:
     """The teacher sequences and the paired indices of a batch.
 
     ``rows`` are each row's real token ids, ``sites`` its sites, ``offsets`` the padding that stands
-    before the row in the padded student tensor. Raises ``AlignmentError`` for a site that reaches
-    past its row.
+    before the row in the padded student tensor. With ``hint_scope = "cumulative"`` a site's teacher
+    also reads the hints of the row's earlier sites. Raises ``AlignmentError`` for a site that reaches
+    past its row, and for sites of one row that are not in order.
     """
     teacher: list[list[int]] = []
     student_idx: list[list[int]] = []
@@ -101,12 +106,24 @@ def build_site_batch(
                     f"a site must end inside its row of {len(ids)} tokens; found stop {site.stop} in row {row}; "
                     "build the site from the ids that were sampled"
                 )
-            teacher.append([*ids[: site.splice_at], *site.hint_ids, *ids[site.splice_at : site.stop]])
+            read = [earlier for earlier in row_sites if earlier.splice_at < site.splice_at]
+            if any(earlier.stop > site.splice_at for earlier in read):
+                raise AlignmentError(
+                    f"a row's sites must not overlap; found one that begins at {site.splice_at} before an earlier one ends, in row {row}"
+                )
+            hinted = [*read, site] if hint_scope == "cumulative" else [site]
+            sequence: list[int] = []
+            end = 0
+            for each in hinted:
+                sequence += [*ids[end : each.splice_at], *each.hint_ids]
+                end = each.splice_at + each.placeholder
+            shift = len(sequence) - end
+            teacher.append([*sequence, *ids[end : site.stop]])
             student_idx.append([offset + position for position in range(site.start, site.stop)])
-            teacher_idx.append([len(site.hint_ids) + position for position in range(site.start, site.stop)])
+            teacher_idx.append([shift + position for position in range(site.start, site.stop)])
             site_row.append(row)
-            prefix.append(site.splice_at)
-            student_prefix.append(offset + site.splice_at)
+            prefix.append(hinted[0].splice_at)
+            student_prefix.append(offset + hinted[0].splice_at)
             sources.append(site.hint_source)
     student_response_idx, student_valid = _pad_indices(student_idx)
     teacher_response_idx, teacher_valid = _pad_indices(teacher_idx)

@@ -53,9 +53,26 @@ class Chat:
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Spellings that are data in a message: all of them, and for the model's own turns the special
-        ones alone, since templates look for the others there (``<think>``)."""
-        special = {str(token) for token in self.tokenizer.all_special_tokens}
-        return _any_of(self._control), _any_of(self._control.keys() & special)
+        ones and those that mark a turn, since templates look for the others there (``<think>``)."""
+        every = _any_of(self._control)
+        own = {str(token) for token in self.tokenizer.all_special_tokens} | self._turn_marks(every)
+        return every, _any_of(self._control.keys() & own)
+
+    def _turn_marks(self, control: re.Pattern[str]) -> set[str]:
+        """The control tokens that open and end a turn of the model, special or not."""
+        user, reply = {"role": "user", "content": "xqu"}, {"role": "assistant", "content": "xqa"}
+        try:
+            text = self.tokenizer.apply_chat_template([user, reply], tokenize=False)
+        except Exception:
+            return set()  # whoever renders with this template is told why
+        _, _, rest = str(text).rpartition("xqu")
+        between, _, tail = rest.partition("xqa")
+        return {*control.findall(between)[:2], *control.findall(tail)[:1]}
+
+    @property
+    def control_pattern(self) -> re.Pattern[str]:
+        """Matches every control token that a piece of the template spells."""
+        return self._patterns[0]
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of text that is data: control tokens' spellings in it stay ordinary text."""
@@ -84,14 +101,14 @@ class Chat:
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation up to and including the generation prompt."""
-        return self._ids(*self._render(messages, _nonce(messages), add_generation_prompt=True))
+        return self.ids(*self.render(messages, unused_nonce(messages), add_generation_prompt=True))
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:
         """What stands between a turn of the model and its next one.
 
         ``messages`` begins with the token that closes the finished turn; see ``after_turn``.
         """
-        nonce = _nonce(messages)
+        nonce = unused_nonce(messages)
         closed, spelled = self._behind_turn(messages, nonce, add_generation_prompt=False)
         opened, _ = self._behind_turn(messages, nonce, add_generation_prompt=True)
         if messages and closed == self._behind_turn([], nonce, add_generation_prompt=False)[0]:
@@ -105,7 +122,7 @@ class Chat:
                 "the chat template must only append when it adds a generation prompt; this one rewrites what stands "
                 "before it; use another template"
             )
-        return Bridge(tuple(self._ids(closed, spelled)), tuple(self._ids(opened[len(closed) :], {})))
+        return Bridge(tuple(self.ids(closed, spelled)), tuple(self.ids(opened[len(closed) :], {})))
 
     def after_turn(self, turn: Sequence[int], bridge: Bridge, eos_token_ids: Sequence[int]) -> list[int]:
         """``bridge.messages`` without the closing token where the sampled turn already ends with it."""
@@ -123,7 +140,7 @@ class Chat:
         if not hint:
             return []
         extended = [*messages, {"role": _HINT_ROLES[role], "content": hint}]
-        nonce = _nonce(extended)
+        nonce = unused_nonce(extended)
         before, _ = self._behind_turn(messages, nonce, add_generation_prompt=False)
         after, spelled = self._behind_turn(extended, nonce, add_generation_prompt=False)
         others = " or ".join(f'"{other}"' for other in _HINT_ROLES if other != role)
@@ -137,7 +154,7 @@ class Chat:
                 f"a hint must not change what stands before it, and this chat template rewrites the environment's "
                 f"messages when a {_HINT_ROLES[role]!r} message follows; set sdpo.hint_role = {others}"
             )
-        return self._ids(after[len(before) :], spelled)
+        return self.ids(after[len(before) :], spelled)
 
     def _behind_turn(
         self, messages: Sequence[Message], nonce: str, add_generation_prompt: bool
@@ -149,7 +166,7 @@ class Chat:
             {"role": "assistant", "content": stand_in},
             *messages,
         ]
-        text, spelled = self._render(conversation, nonce, add_generation_prompt)
+        text, spelled = self.render(conversation, nonce, add_generation_prompt)
         _, found, tail = text.partition(stand_in)
         if not found or stand_in in tail:
             raise ModelError(
@@ -158,10 +175,18 @@ class Chat:
             )
         return tail, spelled
 
-    def _render(
-        self, messages: Sequence[Message], nonce: str, add_generation_prompt: bool
+    def render(
+        self,
+        messages: Sequence[Message],
+        nonce: str,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] = (),
     ) -> tuple[str, dict[str, str]]:
-        """The template's text, with a stand-in for every control token that a message's own text spells."""
+        """The template's text, with a stand-in for every control token that a message's own text spells.
+
+        ``nonce`` begins every stand-in and stands nowhere in ``messages``; the second value is what
+        each of them spells.
+        """
         spelled: dict[str, str] = {}
 
         def stand_in(match: re.Match[str]) -> str:
@@ -175,16 +200,20 @@ class Chat:
             if isinstance(value, list | tuple):
                 return [protect(item, pattern) for item in value]
             if isinstance(value, dict):
-                return {k: v if k in ("role", "type") else protect(v, pattern) for k, v in value.items()}
+                return {
+                    protect(k, pattern): v if k in ("role", "type") else protect(v, pattern)
+                    for k, v in value.items()
+                }
             return value
 
         safe = [
             protect(message, self._patterns[1 if message.get("role") == "assistant" else 0])
             for message in messages
         ]
+        given = {"tools": protect(list(tools), self._patterns[0])} if tools else {}
         try:
             text = self.tokenizer.apply_chat_template(
-                safe, add_generation_prompt=add_generation_prompt, tokenize=False
+                safe, add_generation_prompt=add_generation_prompt, tokenize=False, **given
             )
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -194,16 +223,28 @@ class Chat:
             ) from error
         return str(text), spelled
 
-    def _ids(self, text: str, spelled: dict[str, str]) -> list[int]:
+    def ids(self, text: str, spelled: dict[str, str]) -> list[int]:
+        """Token ids of what ``render`` gave, or of a piece of it."""
+        return [
+            i
+            for part in self.parts(text, spelled)
+            for i in (self.encode([part])[0] if isinstance(part, str) else part)
+        ]
+
+    def parts(self, text: str, spelled: dict[str, str]) -> list[str | list[int]]:
+        """``text`` cut at its stand-ins: what the template wrote, to be encoded, and the ids of what is data."""
         if not spelled:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
-        ids: list[int] = []
-        for piece in re.split("(" + "|".join(map(re.escape, spelled)) + ")", text):
-            if piece in spelled:
-                ids += self.text_ids(spelled[piece])
-            elif piece:
-                ids += self.tokenizer.encode(piece, add_special_tokens=False)
-        return ids
+            return [text] if text else []
+        pieces = re.split("(" + "|".join(map(re.escape, spelled)) + ")", text)
+        return [self.text_ids(spelled[piece]) if piece in spelled else piece for piece in pieces if piece]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text by itself, control tokens in it being control tokens."""
+        if not texts:
+            return []
+        return list(
+            self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        )
 
 
 def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
@@ -216,7 +257,7 @@ def _encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _nonce(messages: Sequence[Message]) -> str:
+def unused_nonce(messages: Sequence[Message]) -> str:
     """The start of a stand-in that no message holds, so that none can be forged."""
     everything = repr(messages)
     number = 0

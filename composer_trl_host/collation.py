@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from composer_prime_plugin.config import HintRole
+from pydantic import TypeAdapter, ValidationError
+
+from composer_prime_plugin.errors import TaskError
 from composer_trl_host.alignment import ErrorSite
 from composer_trl_host.hints import Hint
-from composer_trl_host.traces.model import ToolFailure
+from composer_trl_host.traces.model import ToolFailure, Trace
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class SiteOutcome:
     turn: int
     failures: tuple[ToolFailure, ...]
     hint: Hint | None
-    hint_role: HintRole | None
+    hint_role: str | None
     recovery_tokens: int
     row: int | None
     dropped: str | None
@@ -74,3 +80,30 @@ class CollationReport:
     cut_rows: int = 0
     cut_tokens: int = 0
     notes: Counter[str] = field(default_factory=Counter)
+
+
+def to_row(trace: Trace, advantage: float | None = None) -> dict[str, Any]:
+    """``trace`` as a row of a ``datasets.Dataset``: JSON text, so that the columns have one type."""
+    return {"trace": json.dumps(dataclasses.asdict(trace)), "advantage": advantage}
+
+
+def trace_of(feature: Trace | Mapping[str, Any]) -> tuple[Trace, float | None]:
+    """The trace and the advantage of a feature. Raises ``TaskError`` for anything else."""
+    if isinstance(feature, Trace):
+        return feature, None
+    if not isinstance(feature, Mapping) or "trace" not in feature:
+        raise TaskError(
+            f"a feature must be a Trace or a row with the key trace (collation.to_row); found {type(feature).__name__}"
+        )
+    value = feature["trace"]
+    if isinstance(value, Trace):
+        return value, feature.get("advantage")
+    try:
+        return _TRACE.validate_json(value), feature.get("advantage")
+    except ValidationError as error:
+        raise TaskError(
+            f"a row's trace must be what collation.to_row wrote; found {error.errors()[0]['msg']}"
+        ) from error
+
+
+_TRACE = TypeAdapter(Trace)

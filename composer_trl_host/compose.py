@@ -71,7 +71,8 @@ def compose_loss(
     - ``response_mask`` ``(B, T)`` bool: those of them that are trained (sampled by the model);
     - ``advantages`` ``(B,)`` or ``(B, T)``;
     - ``inference_logprobs`` ``(B, T)`` of the sampling policy, or None: on-policy, taken from this
-      forward without gradient; ``loss_weights`` ``(B, T)`` or None;
+      forward without gradient, as for rows where ``logprobs_known`` ``(B,)`` bool is False;
+      ``loss_weights`` ``(B, T)`` or None;
     - for channel 2 the keys of ``SiteBatch``; absent or empty: no error site;
     - ``num_loss_tokens``, ``num_error_tokens``: the counts over the whole optimizer step and all
       ranks that the sums are divided by; default this batch's own;
@@ -197,13 +198,15 @@ def _samples(reading: Reading, batch: Mapping[str, Any], temperature: float) -> 
     )
     lengths = batch["completion_mask"].sum(dim=1).tolist()
     inference, weights = batch.get("inference_logprobs"), batch.get("loss_weights")
+    known = batch.get("logprobs_known")
+    unknown = [inference is None] * len(lengths) if known is None else (~known).tolist()
     samples: list[PolicyInputs] = []
     for row, (trainer, here) in enumerate(zip(logprobs.split(lengths), columns.split(lengths), strict=True)):
         advantage = batch["advantages"][row]
         sample = PolicyInputs(
             trainer_logprobs=trainer,
             inference_logprobs=trainer.detach()
-            if inference is None
+            if inference is None or unknown[row]
             else inference[row, here].to(trainer.dtype),
             advantages=(advantage[here] if advantage.dim() else advantage.expand(here.numel())).to(
                 trainer.dtype

@@ -8,6 +8,8 @@ import json
 import os
 import shlex
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from composer_trl_host.chat import Chat
 from composer_trl_host.embedded import embedded_note
 from composer_trl_host.environment import Environment, Split
 from composer_trl_host.evaluate import Evaluation, Evaluator
+from composer_trl_host.hints import HintGenerator
 from composer_trl_host.loading import load_model, load_object, lora_config
 from composer_trl_host.report import (
     CURVES_FILE,
@@ -64,7 +67,10 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     _quiet_libraries()
     console.print(f"model:   {settings.model_name or embedded_note()}", highlight=False, markup=False)
     set_seed(settings.seed)
-    trainer, runner, heldout = build(settings)
+    built = build_offline(settings) if settings.config.trl_host.traces else Built(*build(settings))
+    trainer = built.trainer
+    for line in built.notes:
+        console.print(line, highlight=False, markup=False)
     writer = MetricsWriter(settings.run_dir / METRICS_FILE)
     earlier = (
         [] if checkpoint is None else logged_steps(settings.run_dir / METRICS_FILE, _step_of(checkpoint))
@@ -76,7 +82,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     for callback in (writer, report, stop):
         trainer.add_callback(callback)
     try:
-        evaluator = Evaluator(runner, heldout, settings.seed)
+        evaluator = None if built.runner is None else Evaluator(built.runner, built.heldout, settings.seed)
         # A resumed run is measured at its start too: the checkpoint is loaded by train(), so these are the
         # first weights again, and the same errors are replayed as in the run that was stopped.
         start = _evaluate(trainer, evaluator, writer, console, "start", write=checkpoint is None)
@@ -94,7 +100,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
         if main and report.history:
             draw_curves(report.history, settings.run_dir / CURVES_FILE)
     if main:
-        _close(console, settings, runner, report, start, end)
+        _close(console, settings, built.runner, report, start, end)
     if not finished:
         message = f"stopped after step {trainer.state.global_step}; {_how_to_go_on(run, settings)}"
         console.print(message, highlight=False, markup=False)
@@ -109,13 +115,75 @@ def _how_to_go_on(run: RunFile, settings: HostSettings) -> str:
     return f"go on with: composer-rl run {shlex.join(words)} --resume"
 
 
+@dataclass(frozen=True)
+class Built:
+    """What a run trains with. ``runner`` and the ``heldout`` rows: of a live task; traces have neither.
+    ``notes``: lines about the input."""
+
+    trainer: ComposerGRPOTrainer
+    runner: RolloutRunner | None = None
+    heldout: Sequence[dict[str, Any]] = ()
+    notes: Sequence[str] = ()
+
+
+def build_offline(settings: HostSettings) -> Built:
+    """The trainer of recorded traces (``trl_host.traces``)."""
+    from composer_trl_host.hinting import default_layered
+    from composer_trl_host.offline import TraceRows, TraceTrainer
+
+    host = settings.config.trl_host
+    assert host.traces is not None
+    if host.environment is not None:
+        raise ConfigError(
+            f"trl_host must have either traces or environment; found {host.traces!r} and {host.environment!r}; remove one"
+        )
+    if settings.batch_size < 2:
+        raise ConfigError(
+            f"batch_size must be at least 2 on this host; found {settings.batch_size}; raise it"
+        )
+    model, tokenizer = load_model(settings)
+    hints = named_hints(settings) or default_layered()
+    source = TraceRows(
+        (settings.base_dir / host.traces).expanduser(),
+        tokenizer,
+        settings.config,
+        hints,
+        settings.seq_len or DEFAULT_SEQ_LEN,
+    )
+    # Rows come from a file, not from groups of a prompt; TRL only checks that the number divides the batch.
+    args = _grpo_config(dataclasses.replace(settings, group_size=settings.batch_size), turn_tokens=1)
+    trainer = TraceTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(
+            [{"row": number, "prompt": ""} for number in range(len(source.rows))]
+        ),
+        processing_class=tokenizer,
+        peft_config=lora_config(settings),
+        composer_config=settings.config,
+        rows=source.rows,
+        lr_factor=_lr_factor(settings),
+    )
+    _set_optimizer(trainer, settings)
+    return Built(trainer, notes=source.lines())
+
+
+def named_hints(settings: HostSettings) -> HintGenerator | None:
+    """The generator that ``trl_host.hints`` names, or None."""
+    spec = settings.config.trl_host.hints
+    if spec is None:
+        return None
+    hints = load_object(spec, settings.base_dir, "trl_host.hints")
+    return hints() if isinstance(hints, type) else hints
+
+
 def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, list[dict[str, Any]]]:
-    """The trainer, its rollout runner and the held-out rows."""
+    """The trainer, its rollout runner and the held-out rows of a live task."""
     host = settings.config.trl_host
     if host.environment is None:
         raise ConfigError(
-            "trl_host.environment must name the live task to train on; found none; set it to file.py:Class or "
-            "package.module.Class under [trainer.loss.kwargs.trl_host]"
+            "trl_host must name what to train on; found neither environment nor traces; set environment to file.py:Class "
+            "or package.module.Class, or traces to a file or folder, under [trainer.loss.kwargs.trl_host]"
         )
     environment = load_object(host.environment, settings.base_dir, "trl_host.environment")
     if isinstance(environment, type) or not isinstance(environment, Environment):
@@ -126,10 +194,7 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
             f"trl_host.environment must have name, hints, rows() and episode(); {host.environment} lacks "
             f"{' and '.join(missing)}; see docs/environments.md"
         )
-    hints = environment.hints
-    if host.hints is not None:
-        hints = load_object(host.hints, settings.base_dir, "trl_host.hints")
-        hints = hints() if isinstance(hints, type) else hints
+    hints = named_hints(settings) or environment.hints
     model, tokenizer = load_model(settings)
     chat = Chat(tokenizer)
     if hints is None and settings.config.sdpo.active:
@@ -158,20 +223,28 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
         peft_config=lora_config(settings),
         composer_config=settings.config,
         runner=runner,
-        lr_factor=lr_factor(
-            settings.scheduler,
-            max_steps=settings.max_steps,
-            warmup_steps=settings.warmup_steps,
-            decay_steps=settings.decay_steps,
-            min_factor=settings.min_lr / settings.lr if settings.lr else 0.0,
-        ),
+        lr_factor=_lr_factor(settings),
     )
     runner.eos_token_ids = tuple(trainer.eos_token_ids)
+    _set_optimizer(trainer, settings)
+    return trainer, runner, heldout
+
+
+def _lr_factor(settings: HostSettings) -> Callable[[int], float]:
+    return lr_factor(
+        settings.scheduler,
+        max_steps=settings.max_steps,
+        warmup_steps=settings.warmup_steps,
+        decay_steps=settings.decay_steps,
+        min_factor=settings.min_lr / settings.lr if settings.lr else 0.0,
+    )
+
+
+def _set_optimizer(trainer: ComposerGRPOTrainer, settings: HostSettings) -> None:
     if settings.optimizer == "sgd":
         # transformers' own "sgd" has no momentum.
         sgd = {"lr": settings.lr, "momentum": settings.momentum, "nesterov": settings.nesterov}
         trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, sgd)
-    return trainer, runner, heldout
 
 
 def _rows(environment: Environment, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
@@ -258,13 +331,13 @@ def _grpo_config(settings: HostSettings, turn_tokens: int) -> Any:
 
 def _evaluate(
     trainer: ComposerGRPOTrainer,
-    evaluator: Evaluator,
+    evaluator: Evaluator | None,
     writer: MetricsWriter,
     console: Console,
     when: str,
     write: bool = True,
 ) -> Evaluation | None:
-    if not evaluator.rows:
+    if evaluator is None or not evaluator.rows:
         return None
     console.print(f"held-out evaluation ({when}): {len(evaluator.rows)} prompts", highlight=False)
     result = evaluator.evaluate(trainer.sample_turns)
@@ -330,14 +403,14 @@ def _make_folder(folder: Path, resuming: bool, console: Console) -> None:
 def _close(
     console: Console,
     settings: HostSettings,
-    runner: RolloutRunner,
+    runner: RolloutRunner | None,
     report: ConsoleReport,
     start: Evaluation | None,
     end: Evaluation | None,
 ) -> None:
     summary = summarize(report.history, start, end)
     print_summary(console, summary)
-    for reason, count in sorted(runner.dropped.items()):
+    for reason, count in sorted(runner.dropped.items()) if runner is not None else ():
         console.print(f"error sites left out: {count} ({reason})", highlight=False)
     names = [
         RESOLVED_FILE,

@@ -29,6 +29,7 @@ from composer_trl_host.teachers import build_teacher, load_teacher, save_teacher
 
 SITES_KEY = "error_sites"
 COUNTS_KEY = "composer_counts"
+KNOWN_KEY = "logprobs_known"
 
 
 def make_dr_grpo_config(**overrides: Any) -> GRPOConfig:
@@ -98,6 +99,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
     step is cut into micro-batches. ``lr_factor(step)`` replaces the base class's schedule where given.
     """
 
+    plays_live = True
+
     def __init__(
         self,
         *args: Any,
@@ -116,7 +119,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         if config is None:
             raise ConfigError("args must be given; found none; use make_dr_grpo_config(...)")
         _check_regime(config)
-        refuse_unbuilt(composer_config)
+        refuse_unbuilt(composer_config, self.plays_live)
         if runner is not None:
             kwargs["rollout_func"] = self._roll_out
             kwargs.setdefault("reward_funcs", [episode_reward])
@@ -252,15 +255,16 @@ class ComposerGRPOTrainer(GRPOTrainer):
         if inference is None:
             inference = inputs.get("old_per_token_logps")
         if inference is not None:
-            inference = torch.cat([torch.zeros_like(prompt_ids, dtype=inference.dtype), inference], dim=1)
+            inference = _for_row(inference, prompt_ids)
         loss_tokens, error_tokens = inputs[COUNTS_KEY]
         batch: dict[str, Any] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "completion_mask": torch.cat([no_prompt, completion_mask.bool()], dim=1),
             "response_mask": torch.cat([no_prompt, _loss_mask(inputs)], dim=1),
-            "advantages": inputs["advantages"],
+            "advantages": _for_row(inputs["advantages"], prompt_ids),
             "inference_logprobs": inference,
+            "logprobs_known": inputs.get(KNOWN_KEY),
             "num_loss_tokens": loss_tokens,
             "num_error_tokens": error_tokens,
             "step": self.state.global_step,
@@ -279,7 +283,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         mask = attention_mask.bool()
         rows = [input_ids[row][mask[row]].tolist() for row in range(input_ids.size(0))]
         offsets = mask.int().argmax(dim=1).tolist()
-        batch = build_site_batch(rows, sites, offsets, self._tokenizer.pad_token_id).as_batch()
+        scope = self.composer_config.sdpo.hint_scope
+        batch = build_site_batch(rows, sites, offsets, self._tokenizer.pad_token_id, scope).as_batch()
         return {
             key: value.to(input_ids.device) if isinstance(value, Tensor) else value
             for key, value in batch.items()
@@ -363,6 +368,13 @@ def _loss_mask(batch: Mapping[str, Any]) -> Tensor:
     return mask if tool_mask is None else mask & tool_mask.bool()
 
 
+def _for_row(values: Tensor, prompt_ids: Tensor) -> Tensor:
+    """Values per completion token as values per token of the row; values per row as they are."""
+    if values.dim() == 1:
+        return values
+    return torch.cat([torch.zeros_like(prompt_ids, dtype=values.dtype), values], dim=1)
+
+
 def _merge_sources(window: list[ComposedLoss]) -> dict[str, tuple[float, int]]:
     merged: dict[str, tuple[float, int]] = {}
     for part in window:
@@ -380,17 +392,20 @@ def silence_functional_dropout(model: Any) -> None:
                 setattr(module, name, 0.0)
 
 
-def refuse_unbuilt(config: ComposerConfig) -> None:
+def refuse_unbuilt(config: ComposerConfig, plays_live: bool = True) -> None:
     """Raise ``ConfigError`` for options of the schema that this host does not have."""
     sdpo = config.sdpo
     unbuilt = {
         "replay.weight": (config.replay.weight, 0.0),
         "sdpo.estimator": (sdpo.estimator, "full"),
-        "sdpo.student_context": (sdpo.student_context, "raw"),
-        "sdpo.hint_scope": (sdpo.hint_scope, "isolated"),
     }
     for name, (value, built) in unbuilt.items():
         if value != built:
             raise ConfigError(
                 f"{name} must be {built!r}: this version of the host has nothing else; found {value!r}"
             )
+    if plays_live and sdpo.student_context == "placeholder":
+        raise ConfigError(
+            "sdpo.student_context = 'placeholder' must come with trl_host.traces: a live rollout is trained as it was "
+            "sampled; set student_context = 'raw'"
+        )

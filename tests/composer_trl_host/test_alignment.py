@@ -91,7 +91,7 @@ def test_validity_must_be_equal_on_both_sides():
 def test_a_site_past_its_row_is_an_error():
     with pytest.raises(AlignmentError, match="row of 3 tokens; found stop 5"):
         build_site_batch([[1, 2, 3]], [[site(2, 5, 1)]], [0], pad_token_id=0)
-    with pytest.raises(AlignmentError, match="splice_at <= start"):
+    with pytest.raises(AlignmentError, match="placeholder <= start"):
         site(2, 3, 4)
 
 

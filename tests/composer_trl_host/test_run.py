@@ -196,7 +196,7 @@ def test_the_rest_of_the_toml_trains_too(toml, arguments):
         (["--trainer.loss.kwargs.trl_host.adapter", "gone"], "has no adapter_config.json"),
         (["--orchestrator.group-size", "1"], "group_size must be at least 2"),
         (["--orchestrator.batch-size", "5"], "must be a multiple of"),
-        (["--trainer.loss.kwargs.sdpo.hint-scope", "cumulative"], "sdpo.hint_scope must be 'isolated'"),
+        (["--trainer.loss.kwargs.sdpo.student-context", "placeholder"], "must come with trl_host.traces"),
         (["--ckpt.resume-step", "7"], "resume must name a checkpoint"),
         (["--wandb"], "wandb must be installed"),
         (["--trainer.loss.kwargs.trl_host.environment", "task.py:NoHints"], "needs hints"),

@@ -203,7 +203,7 @@ def test_dr_grpo_advantages_are_rewards_minus_the_group_mean(model, tokenizer, t
     ("table", "message"),
     [
         ({"sdpo": {"estimator": "sampled"}}, "sdpo.estimator must be 'full'"),
-        ({"sdpo": {"student_context": "placeholder"}}, "sdpo.student_context must be 'raw'"),
+        ({"sdpo": {"student_context": "placeholder"}}, "'placeholder' must come with trl_host.traces"),
         ({"replay": {"weight": 0.1}}, "replay.weight must be 0.0"),
     ],
 )
