@@ -24,7 +24,7 @@ _TOKENS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
     "llama3": (
         "<|begin_of_text|>",
         "<|eot_id|>",
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>"),
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|end_of_text|>"),
         (),
     ),
     "gemma": ("<bos>", "<eos>", (), ("<start_of_turn>", "<end_of_turn>")),
