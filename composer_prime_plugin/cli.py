@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer_prime_plugin import __version__
 from composer_prime_plugin.errors import ComposerError, ConfigError
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from composer_prime_plugin.contract import LossContract
 
 HOST_MODULE = "composer_trl_host.run"
-"""Imported by name and only to run: this package does not depend on the host."""
+INSPECT_MODULE = "composer_trl_host.inspection.command"
+INSPECT_HELP_MODULE = "composer_trl_host.inspection.help"
+"""Imported by name and only when they are needed: this package does not depend on the host."""
 
 USAGE_EXIT = 2
 INTERRUPT_EXIT = 130
@@ -39,8 +41,9 @@ usage: composer-rl COMMAND @ rl.toml [@ more.toml ...] [--dotted.key VALUE ...]
 One PRIME-RL TOML, two backends: PRIME-RL, or the TRL host where SDPO needs it.
 
 commands:
-  run    train the TOML on the backend that can
-  route  show that backend and why, and start nothing
+  run      train the TOML on the backend that can
+  route    show that backend and why, and start nothing
+  inspect  show the error sites of recorded transcripts: what failed, which hint, which tokens
 
 options:
   --version  show the version
@@ -48,6 +51,7 @@ options:
 
 example:
   composer-rl run @ examples/shell/rl.toml --max-steps 5
+  composer-rl inspect examples/traces
 """
 
 _ARGUMENTS = """\
@@ -111,13 +115,14 @@ def _dispatch(words: list[str], environment: Mapping[str, str]) -> int:
         return 0
     command, arguments = words[0], words[1:]
     if command not in _COMMANDS:
+        names = list(_COMMANDS)
         raise ConfigError(
-            f"the first word must be a command, {' or '.join(_COMMANDS)}; found {command!r}; "
+            f"the first word must be a command, {', '.join(names[:-1])} or {names[-1]}; found {command!r}; "
             "write for example composer-rl run @ rl.toml"
         )
     help_text, function = _COMMANDS[command]
     if "-h" in arguments or "--help" in arguments:
-        print(help_text, end="")
+        print(help_text if isinstance(help_text, str) else help_text(), end="")
         return 0
     return function(arguments, environment)
 
@@ -143,9 +148,18 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     return _run_host(run)
 
 
-_COMMANDS: dict[str, tuple[str, Callable[[list[str], Mapping[str, str]], int]]] = {
+def _inspect(arguments: list[str], environment: Mapping[str, str]) -> int:
+    return int(_host_module(INSPECT_MODULE).main(arguments))
+
+
+def _inspect_help() -> str:
+    return str(_host_module(INSPECT_HELP_MODULE).HELP)
+
+
+_COMMANDS: dict[str, tuple[str | Callable[[], str], Callable[[list[str], Mapping[str, str]], int]]] = {
     "run": (RUN_HELP, _run),
     "route": (ROUTE_HELP, _route),
+    "inspect": (_inspect_help, _inspect),
 }
 
 
@@ -203,19 +217,24 @@ def _become_prime(arguments: Sequence[str], environment: Mapping[str, str]) -> N
 
 
 def _run_host(run: RunFile) -> int:
+    return int(_host_module(HOST_MODULE).run_host(run))
+
+
+def _host_module(name: str) -> Any:
     try:
-        module = importlib.import_module(HOST_MODULE)
+        return importlib.import_module(name)
     except ImportError as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         found = f"there is no module {missing}" if missing else f"importing it failed with: {error}"
         raise ConfigError(
             f"the TRL host needs its packages; {found}; run `pip install 'composer-rl[trl]'`"
         ) from error
-    return int(module.run_host(run))
 
 
 def _interrupted(words: list[str]) -> str:
     # Once training begins the host says itself how to go on.
+    if words[:1] == ["inspect"]:
+        return "interrupted"
     return f"interrupted before training began; start again with `{HOST_COMMAND} {shlex.join(words[1:])}`"
 
 

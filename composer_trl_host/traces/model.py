@@ -109,7 +109,8 @@ class Turn:
 @dataclass(frozen=True)
 class Trace:
     """One conversation. ``reward`` and ``group_id`` (rollouts of one prompt share it) where recorded.
-    ``path`` and ``line`` (of its first record, from 1) say where it was read."""
+    ``path`` and ``line`` (of its first record, from 1) say where it was read. ``rollout``: where a recorded
+    rollout gives several traces (branches), they share its name and its reward, which counts once."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -119,6 +120,7 @@ class Trace:
     format: str = ""
     path: str = ""
     line: int = 0
+    rollout: str | None = None
 
     def sites(self, include_rejected: bool = False) -> list[int]:
         """Numbers of the assistant turns that answer a failed call."""
@@ -133,7 +135,8 @@ class Trace:
 class ReadReport:
     """What reading met. ``bad_lines``: numbers (from 1) of lines that could not be parsed, per file.
     ``skipped``: records, turns or branches left out, by reason. ``unanswered``: failed results that
-    the model got no turn to answer, which are no sites."""
+    the model got no turn to answer, which are no sites. ``skipped_files``: files of a folder that gave
+    nothing, with the reason. ``notes``: what was kept although something is odd about it, by what."""
 
     files: int = 0
     lines: int = 0
@@ -141,3 +144,5 @@ class ReadReport:
     bad_lines: dict[str, list[int]] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
     unanswered: int = 0
+    skipped_files: dict[str, str] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)

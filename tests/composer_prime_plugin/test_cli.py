@@ -135,7 +135,7 @@ def test_a_broken_prime_rl_is_one_sentence(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["fly", "@", "rl.toml"], "the first word must be a command, run or route; found 'fly'"),
+        (["fly", "@", "rl.toml"], "the first word must be a command, run, route or inspect; found 'fly'"),
         (["@", "rl.toml"], "found '@'"),
         (["run"], "needs a TOML"),
         (["run", "@", "gone.toml"], "'gone.toml'"),
