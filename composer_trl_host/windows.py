@@ -72,11 +72,7 @@ def cut_windows(
         if not held:
             unfit[waiting.pop()] = TOO_LONG
             continue
-        start = min(
-            span.opening
-            for span in spans.values()
-            if span.opening <= start and fits(span.opening, stop, held)
-        )
+        start = min(begin for begin in begins if begin <= start and fits(begin, stop, held))
         later.append(Window(start, stop, tuple(sorted(held)), False))
         waiting = waiting[: -len(held)]
     return [*windows, *reversed(later)], unfit
