@@ -11,8 +11,8 @@ from formats.messages import Record, arguments, flat, tool
 
 SYSTEM = "You repair small projects with the tools that you are given."
 TOOLS = [
-    {"type": "function", "function": tool}
-    for tool in (
+    {"type": "function", "function": each}
+    for each in (
         tool("bash", "Run a command.", "command"),
         tool("read_file", "Show a file.", "path"),
         tool("edit_file", "Replace the one place where the old text stands.", "path", "old_str", "new_str"),

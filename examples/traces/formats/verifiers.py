@@ -22,8 +22,8 @@ SYSTEM = (
     "edit(path, old_str, new_str)."
 )
 TOOLS = [
-    {"type": "function"} | tool
-    for tool in (
+    {"type": "function"} | each
+    for each in (
         tool("bash", "Run a command.", "command"),
         tool("read", "Show a file.", "path"),
         tool("edit", "Replace the one place where the old text stands.", "path", "old_str", "new_str"),
