@@ -7,15 +7,19 @@ loss: ``policy_loss + sdpo_weight(step) * sdpo_loss``, in nats per token. This m
 from __future__ import annotations
 
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 Objective = Literal["dppo", "ipo", "dr_grpo"]
 KLEstimator = Literal["k1", "squared", "k3"]
 ClipMode = Literal["entry", "token", "rescale"]
+Estimator = Literal["full", "top_k", "sampled"]
+TopKSupport = Literal["student", "teacher"]
 HintScope = Literal["isolated", "cumulative"]
 HintRole = Literal["system", "user", "tool_result"]
+GuardName = Literal["jsd_collapsed", "jsd_rising", "ratio_outside", "mostly_clipped", "no_sites"]
 
 DEFAULT_KL_ESTIMATOR: dict[Objective, KLEstimator] = {"dppo": "squared", "ipo": "squared", "dr_grpo": "k1"}
 
@@ -141,11 +145,27 @@ class SDPOConfig(_Table):
     """``loss_tokens``: the sum over error tokens divided by the rl-token count that channel 1 is
     divided by. ``error_tokens``: the mean over all error tokens of the step, TRL host only."""
 
-    estimator: Literal["full", "top_k", "sampled"] = "full"
-    """Which part of the distribution the divergence reads. ``full``: every vocabulary entry."""
+    estimator: Estimator = "full"
+    """Which part of the distribution the divergence reads. ``full``: every vocabulary entry. ``top_k``:
+    the likeliest ones of one side. ``sampled``: the sampled token alone, a noisy estimate of reverse KL,
+    so ``jsd_beta`` must be 1. Source: the SDPO reference (github.com/lasgroup/SDPO) and TRL 1.16."""
 
     top_k: int | None = Field(None, ge=1)
-    """Vocabulary entries kept by ``estimator = "top_k"``."""
+    """Vocabulary entries kept by ``estimator = "top_k"``; at or above the vocabulary it is ``full``. The
+    SDPO reference trains with 100."""
+
+    top_k_support: TopKSupport = "student"
+    """Whose likeliest entries ``estimator = "top_k"`` keeps. ``student``: the SDPO reference's. ``teacher``:
+    sees what the hint makes likely and the student does not think of."""
+
+    top_k_tail: bool = True
+    """True: one more bucket holds the rest of each side's probability, as in the SDPO reference. False:
+    both sides are renormalized over the kept entries, and what lies outside is not seen."""
+
+    importance_cap: float | None = Field(None, gt=0)
+    """Every position's divergence is multiplied by ``min(r, importance_cap)``, with
+    ``r = exp(trainer_logprobs - inference_logprobs)`` of its sampled token, detached. None: by 1. Read by
+    all estimators. The SDPO reference trains with 2 (``is_clip``), TRL's default is 2."""
 
     teacher: Literal["live", "ema", "initial"] = "live"
     """Whose weights read the hinted context: the ones being trained, their average, or the run's first."""
@@ -175,6 +195,27 @@ class SDPOConfig(_Table):
             raise ValueError(
                 f'top_k is read by estimator = "top_k" alone; found top_k = {self.top_k} with {self.estimator!r}; remove one'
             )
+        for name, unread in (("top_k_support", "student"), ("top_k_tail", True)):
+            value = getattr(self, name)
+            if self.estimator != "top_k" and value != unread:
+                raise ValueError(
+                    f'{name} is read by estimator = "top_k" alone; found {name} = {value!r} with {self.estimator!r}; remove one'
+                )
+        if self.top_k == 1 and not self.top_k_tail:
+            raise ValueError(
+                "top_k_tail = false needs a top_k of at least 2: one entry renormalized is certain on both sides and the "
+                "divergence always 0; found top_k = 1; set sdpo.top_k_tail = true or a larger sdpo.top_k"
+            )
+        if self.estimator == "sampled" and self.jsd_beta != 1.0:
+            raise ValueError(
+                'estimator = "sampled" estimates reverse KL, which is jsd_beta = 1; '
+                f"found jsd_beta = {self.jsd_beta}; set sdpo.jsd_beta = 1"
+            )
+        if self.estimator == "sampled" and self.token_clip is not None and self.clip_mode == "entry":
+            raise ValueError(
+                'estimator = "sampled" has no vocabulary entries to clamp; found clip_mode = "entry" with token_clip = '
+                f'{self.token_clip}; set sdpo.clip_mode = "token" or "rescale"'
+            )
         return self
 
     def weight_at(self, step: int) -> float:
@@ -197,6 +238,122 @@ class ReplayConfig(_Table):
 
     dpo_beta: float = Field(0.1, gt=0)
     """Inverse temperature of the preference loss."""
+
+
+class GuardConfig(_Table):
+    """``[trainer.loss.kwargs.trl_host.guards]``: what is watched while channel 2 trains (docs/guards.md).
+
+    A guard that is off writes no metric and gives no warning.
+    """
+
+    window: int = Field(20, ge=0)
+    """Optimizer steps that every guard but ``no_sites`` looks back over. 0: those are off. At least 2:
+    ``jsd_rising`` compares its halves."""
+
+    collapsed_below: float = Field(1e-3, ge=0)
+    """``jsd_collapsed``: smallest mean divergence over the window, in nats per error token. 0: off.
+    The shell example starts at 0.22."""
+
+    rise_factor: float | None = Field(1.5, ge=1)
+    """``jsd_rising``: largest mean divergence of the window's second half, as a multiple of the first
+    half's. None: off. The shell example's three seeds give 0.7."""
+
+    ratio_low: float = Field(0.1, ge=0)
+    """``ratio_outside``: smallest ``weight * jsd`` as a share of the policy loss's size, after the
+    warm-up. 0: no lower bound."""
+
+    ratio_high: float | None = Field(0.3, gt=0)
+    """``ratio_outside``: the largest such share. None: no upper bound."""
+
+    clip_fraction: float = Field(0.5, ge=0, le=1)
+    """``mostly_clipped``: largest share of the window's error tokens that ``sdpo.token_clip`` may act on.
+    1: off."""
+
+    no_sites_for: int = Field(20, ge=0)
+    """``no_sites``: steps in a row without an error site at which it speaks. 0: off."""
+
+    stop: tuple[GuardName, ...] = ()
+    """Guards that end the run, with a checkpoint and exit code 3. Empty: all of them only warn."""
+
+    @property
+    def on(self) -> tuple[GuardName, ...]:
+        """The guards that are on."""
+        windowed = self.window > 0
+        switches: dict[GuardName, bool] = {
+            "jsd_collapsed": windowed and self.collapsed_below > 0,
+            "jsd_rising": windowed and self.rise_factor is not None,
+            "ratio_outside": windowed and (self.ratio_low > 0 or self.ratio_high is not None),
+            "mostly_clipped": windowed and self.clip_fraction < 1,
+            "no_sites": self.no_sites_for > 0,
+        }
+        return tuple(name for name, on in switches.items() if on)
+
+    @model_validator(mode="after")
+    def _fits(self) -> GuardConfig:
+        if self.window == 1:
+            raise ValueError("window must be 0 (off) or at least 2; found 1; set for example window = 20")
+        if self.ratio_high is not None and self.ratio_low >= self.ratio_high:
+            raise ValueError(
+                f"ratio_low must be below ratio_high; found {self.ratio_low} and {self.ratio_high}; lower the one or "
+                "raise the other"
+            )
+        off = [name for name in self.stop if name not in self.on]
+        if off:
+            raise ValueError(
+                f"stop must name guards that are on; found {', '.join(off)}; set their thresholds or take them out of stop"
+            )
+        return self
+
+
+class JudgeConfig(_Table):
+    """Where the judge is and what it may take. Every process of a run has the budget for itself."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    base_url: str
+    """Address of the endpoint, up to and including ``/v1``. The transcripts are sent there."""
+
+    model: str = Field(min_length=1)
+    """The model's name at the endpoint."""
+
+    api_key_env: str | None = Field("OPENAI_API_KEY", min_length=1)
+    """Environment variable that holds the key. None: the endpoint wants none."""
+
+    timeout_seconds: float = Field(20.0, gt=0)
+    """Longest wait for one hint in seconds, retries included."""
+
+    budget_seconds: float = Field(600.0, ge=0)
+    """Longest wait for all hints of a run in seconds. 0: only stored answers are used."""
+
+    budget_tokens: int = Field(1_000_000, ge=0)
+    """Tokens that all hints of a run may take, prompts included. 0: only stored answers are used."""
+
+    max_retries: int = Field(2, ge=0, le=10)
+    """Further tries after a lost connection, HTTP 408, 409, 429 or 5xx."""
+
+    cache_dir: str | None = None
+    """Folder in which answers are kept between runs. None: they are not kept."""
+
+    max_hint_tokens: int = Field(60, ge=1)
+    """Longest hint in tokens. A longer one is refused, never cut."""
+
+    max_answer_tokens: int = Field(256, ge=1)
+    """The endpoint's limit for one answer in tokens. A judge that thinks first needs more."""
+
+    max_context_characters: int = Field(12_000, ge=400)
+    """Characters of a context that are sent. The beginning of a longer conversation is left out."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if "@" in value:
+            raise ValueError(
+                "must hold no user name or password; put the key into the variable of api_key_env"
+            )
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"must start with http:// or https:// and name a host; found {value!r}")
+        return value
 
 
 class TRLHostConfig(_Table):
@@ -223,6 +380,13 @@ class TRLHostConfig(_Table):
     hints: str | None = None
     """A ``HintGenerator`` of one's own, named like ``environment``. None: the environment's hints."""
 
+    judge: JudgeConfig | None = None
+    """A model behind an OpenAI-compatible endpoint that writes hints for errors of recorded traces that no rule
+    knows (docs/hints.md). None: nobody is asked, and nothing leaves the machine."""
+
+    skip_hints: tuple[str, ...] = ()
+    """Layers (``"judge"``) and sources (``"rule/timeout"``) of the shipped hints to leave out."""
+
     adapter: str | None = None
     """A LoRA adapter folder merged into the model when the run starts, relative to the TOML."""
 
@@ -244,6 +408,9 @@ class TRLHostConfig(_Table):
     strict: bool = False
     """A PRIME-RL key that the host cannot honour is an error instead of a listed line."""
 
+    guards: GuardConfig = Field(default_factory=GuardConfig)
+    """What is watched while channel 2 trains, and what of it ends the run."""
+
 
 class ComposerConfig(_Table):
     """``[trainer.loss.kwargs]``. ``ComposerConfig(**kwargs)`` validates it."""
@@ -262,3 +429,4 @@ class ComposerConfig(_Table):
 
 
 CLIP_MODES: tuple[str, ...] = get_args(ClipMode)
+GUARD_NAMES: tuple[GuardName, ...] = get_args(GuardName)

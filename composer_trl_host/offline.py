@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from composer_prime_plugin.config import ComposerConfig
-from composer_prime_plugin.errors import TaskError
+from composer_prime_plugin.errors import ComposerError, TaskError
 from composer_trl_host.collation import CollationReport, TraceRow
 from composer_trl_host.collator import ComposerDataCollator, group_advantages
+from composer_trl_host.hinting import LayeredHints
 from composer_trl_host.hints import HintGenerator
 from composer_trl_host.traces import ReadReport, Trace, read_traces
 from composer_trl_host.trainer import KNOWN_KEY, SITES_KEY, ComposerGRPOTrainer
 
+Made = TypeVar("Made")
 USELESS = "neither an error site nor an advantage"
 
 
@@ -38,6 +43,7 @@ class TraceRows:
     ) -> None:
         self.reading = ReadReport()
         self.path = path
+        self.hints: list[str] = []
         collator = ComposerDataCollator(tokenizer, config, hints=hints, seq_len=seq_len)
         self.collation: CollationReport = collator.report
         traces: list[Trace] = list(read_traces(path, config.trl_host.trace_format, report=self.reading))
@@ -51,6 +57,8 @@ class TraceRows:
                     self.rows.append(row)
                 else:
                     self.left_out += 1
+        if isinstance(hints, LayeredHints):
+            self.hints = _hint_lines(hints)
         self.recorded_credit = sum(any(row.advantages) for row in self.rows)
         self.recorded_logprobs = sum(row.logprobs is not None for row in self.rows)
         if not traces:
@@ -73,6 +81,7 @@ class TraceRows:
             f"traces: {read.traces} from {read.files} files; error sites: {made.sites_in} found, {made.sites_kept} kept",
             f"rows: {len(self.rows)}; with an advantage {self.recorded_credit}, with recorded log-probs {self.recorded_logprobs}",
         ]
+        lines += self.hints
         for name, numbers in sorted(read.bad_lines.items()):
             shown = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
             lines.append(f"lines that are no JSON: {len(numbers)} in {name} ({shown})")
@@ -95,6 +104,42 @@ class TraceRows:
                 "no advantages: no rewards in groups of two or more were recorded, so channel 1 trains nothing"
             )
         return lines
+
+
+def _hint_lines(hints: LayeredHints) -> list[str]:
+    layers: Counter[str] = Counter()
+    for source, count in hints.answered.items():
+        layers[source.partition("/")[0]] += count
+    lines = (
+        [f"hints: {', '.join(f'{name} {count}' for name, count in sorted(layers.items()))}"] if layers else []
+    )
+    return [
+        *lines,
+        *(
+            f"hint layer {name} failed: {reason}: {count}"
+            for (name, reason), count in sorted(hints.failures.items())
+        ),
+    ]
+
+
+def made_once(make: Callable[[], Made]) -> Made:
+    """What ``make`` gives on the first process, on every process: hints that come from elsewhere need not be
+    the same twice, and ranks with different rows would wait for each other for ever. Its error is raised on
+    all of them."""
+    state = PartialState()
+    if state.num_processes == 1:
+        return make()
+    box: list[Any] = [None, None]
+    if state.is_main_process:
+        try:
+            box[0] = make()
+        except ComposerError as error:
+            box[1] = error
+    broadcast_object_list(box, from_process=0)
+    if box[1] is not None:
+        raise box[1]
+    made: Made = box[0]
+    return made
 
 
 class TraceTrainer(ComposerGRPOTrainer):

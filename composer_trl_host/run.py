@@ -25,6 +25,7 @@ from composer_trl_host.chat import Chat
 from composer_trl_host.embedded import embedded_note
 from composer_trl_host.environment import Environment, Split
 from composer_trl_host.evaluate import Evaluation, Evaluator
+from composer_trl_host.guards import GUARD_EXIT, GuardWatch
 from composer_trl_host.hints import HintGenerator
 from composer_trl_host.loading import load_model, load_object, lora_config
 from composer_trl_host.report import (
@@ -50,7 +51,8 @@ DEFAULT_SEQ_LEN = 2048
 
 
 def run_host(run: RunFile, console: Console | None = None) -> int:
-    """Train ``run`` in this process. Returns the exit code: 0, or 130 after a graceful stop.
+    """Train ``run`` in this process. Returns the exit code: 0, 3 where a guard of
+    ``trl_host.guards.stop`` ended it, or 130 after a graceful stop.
 
     Writes into ``output_dir``: the configuration as resolved, ``metrics.jsonl`` (one line per step,
     flushed), checkpoints and the picture of the curves. A folder that already holds a run is moved
@@ -81,6 +83,8 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     trainer.remove_callback(PrinterCallback)
     for callback in (writer, report, stop):
         trainer.add_callback(callback)
+    if main:
+        trainer.guards.say = lambda line: console.print(line, highlight=False, markup=False)
     try:
         evaluator = None if built.runner is None else Evaluator(built.runner, built.heldout, settings.seed)
         # A resumed run is measured at its start too: the checkpoint is loaded by train(), so these are the
@@ -100,7 +104,16 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
         if main and report.history:
             draw_curves(report.history, settings.run_dir / CURVES_FILE)
     if main:
-        _close(console, settings, built.runner, report, start, end)
+        _close(console, settings, built.runner, report, trainer.guards, start, end)
+    ended_by = trainer.guards.stopped_by
+    if ended_by is not None:
+        message = "the run is complete" if finished else _how_to_go_on(run, settings)
+        console.print(
+            f"stopped by guard {ended_by.name} after step {trainer.state.global_step}; {message}",
+            highlight=False,
+            markup=False,
+        )
+        return GUARD_EXIT
     if not finished:
         message = f"stopped after step {trainer.state.global_step}; {_how_to_go_on(run, settings)}"
         console.print(message, highlight=False, markup=False)
@@ -128,8 +141,8 @@ class Built:
 
 def build_offline(settings: HostSettings) -> Built:
     """The trainer of recorded traces (``trl_host.traces``)."""
-    from composer_trl_host.hinting import default_layered
-    from composer_trl_host.offline import TraceRows, TraceTrainer
+    from composer_trl_host.hinting import build_judge, default_layered
+    from composer_trl_host.offline import TraceRows, TraceTrainer, made_once
 
     host = settings.config.trl_host
     assert host.traces is not None
@@ -142,16 +155,19 @@ def build_offline(settings: HostSettings) -> Built:
             f"batch_size must be at least 2 on this host; found {settings.batch_size}; raise it"
         )
     model, tokenizer = load_model(settings)
-    hints = named_hints(settings) or default_layered()
-    source = TraceRows(
-        (settings.base_dir / host.traces).expanduser(),
-        tokenizer,
-        settings.config,
-        hints,
-        settings.seq_len or DEFAULT_SEQ_LEN,
+    hints = named_hints(settings) or default_layered(
+        None if host.judge is None else build_judge(host.judge, base_dir=settings.base_dir),
+        max_hint_tokens=host.max_hint_tokens,
+        count_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
+        without=host.skip_hints,
     )
     # Rows come from a file, not from groups of a prompt; TRL only checks that the number divides the batch.
     args = _grpo_config(dataclasses.replace(settings, group_size=settings.batch_size), turn_tokens=1)
+    assert args.device is not None  # sets up the processes, which share what one of them read
+    path = (settings.base_dir / Path(host.traces).expanduser()).resolve()
+    source = made_once(
+        lambda: TraceRows(path, tokenizer, settings.config, hints, settings.seq_len or DEFAULT_SEQ_LEN)
+    )
     trainer = TraceTrainer(
         model=model,
         args=args,
@@ -405,6 +421,7 @@ def _close(
     settings: HostSettings,
     runner: RolloutRunner | None,
     report: ConsoleReport,
+    guards: GuardWatch,
     start: Evaluation | None,
     end: Evaluation | None,
 ) -> None:
@@ -412,6 +429,9 @@ def _close(
     print_summary(console, summary)
     for reason, count in sorted(runner.dropped.items()) if runner is not None else ():
         console.print(f"error sites left out: {count} ({reason})", highlight=False)
+    if guards.findings:
+        found = ", ".join(f"{finding.name} (step {finding.step})" for finding in guards.findings)
+        console.print(f"guards that spoke: {found}", highlight=False, markup=False)
     names = [
         RESOLVED_FILE,
         METRICS_FILE,

@@ -34,7 +34,7 @@ TABLE = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": "None
         ({"budget_tokens": -1}, r"budget_tokens must be"),
         ({"max_retries": 11}, r"max_retries must be less than or equal to 10"),
         ({"max_hint_tokens": 0}, r"max_hint_tokens must be"),
-        ({"modle": "m"}, r"trl_host\.judge\.modle .*valid keys are base_url, model, api_key_env"),
+        ({"modle": "m"}, r"trl_host\.judge: unknown key 'modle'; valid keys are api_key_env, base_url"),
     ],
 )
 def test_a_table_that_cannot_be_is_said_at_once(change, message):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,9 +58,9 @@ micro_batch_size = 2
 """
 
 
-def chat_line(number: int, *, fails: bool = True, **fields) -> dict:
+def chat_line(number: int, *, fails: bool = True, error: str = "Error: no such file: a", **fields) -> dict:
     call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}}
-    result = "Error: no such file: a" if fails else "text"
+    result = error if fails else "text"
     return {
         "messages": [
             {"role": "user", "content": f"task {number}"},
@@ -104,6 +107,58 @@ def test_going_on_after_a_checkpoint_gives_the_same_steps(toml):
     again = (out / "metrics.jsonl").read_text().splitlines()[-1]
     for name in ("loss/total", "loss/sdpo_jsd", "grad_norm"):
         assert json.loads(again)[name] == pytest.approx(json.loads(whole)[name], rel=1e-6)
+
+
+def test_a_judge_that_cannot_be_reached_costs_no_site(toml, capsys):
+    lines = [chat_line(k, error="Error: zork") for k in range(4)]
+    (toml.parent / "traces.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    judge = ["base-url", "http://127.0.0.1:9/v1", "model", "m", "api-key-env", "None", "max-retries", "0"]
+    table = "--trainer.loss.kwargs.trl_host.judge."
+    words = [f"{table}{word}" if k % 2 == 0 else word for k, word in enumerate(judge)]
+    assert main(["run", "@", str(toml), "--max-steps", "1", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "hints: template 4" in printed
+    assert "hint layer judge failed" in printed
+
+
+def two_processes(toml: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "composer_prime_plugin.cli",
+    ]
+    return subprocess.run(
+        [sys.executable, *command, "run", "@", str(toml), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"},
+    )
+
+
+def test_two_processes_train_the_rows_that_one_of_them_read(toml):
+    assert main(["run", "@", str(toml)]) == 0
+    out = toml.parent / "out"
+    [alone, *_] = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    done = two_processes(toml, "--output-dir", str(toml.parent / "two"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    [shared, *_] = [
+        json.loads(line) for line in (toml.parent / "two" / "metrics.jsonl").read_text().splitlines()
+    ]
+    # Both take the first four rows of one order; only who reads which differs.
+    for name in ("loss/total", "loss/sdpo_jsd", "sdpo/sites"):
+        assert shared[name] == pytest.approx(alone[name], rel=1e-4)
+
+
+def test_two_processes_stop_together_where_there_is_nothing_to_train(toml):
+    (toml.parent / "traces.jsonl").write_text(json.dumps(chat_line(0, fails=False)) + "\n")
+    done = two_processes(toml)
+    assert done.returncode != 0
+    assert "needs an error site" in done.stderr
 
 
 @pytest.mark.parametrize(
