@@ -109,6 +109,15 @@ def test_ids_that_the_model_does_not_have_are_named(tokenizer, model):
         Measurer(model, TokenTexts(tokenizer), SDPOConfig()).measure(alien)
 
 
+def test_a_row_that_does_not_fit_the_device_is_named(tokenizer, model, monkeypatch):
+    def full(*arguments, **keywords):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(measure, "read_student", full)
+    with pytest.raises(ModelError, match=r"trace t1 has one that does not fit; set a shorter --seq-len"):
+        inspection_of(tokenizer, failing(), model=model)
+
+
 def test_tallies_count_what_is_kept(tokenizer, model):
     found = inspection_of(tokenizer, failing(), failing("t2", kind="unhinted"), failing("t3"), model=model)
     kept = [site for site in found.sites if site.outcome.kept]

@@ -41,7 +41,13 @@ class Measurer:
         _check_ids(self.model, row)
         results: list[list[TokenReading]] = []
         for first in range(0, len(row.sites), SITES_AT_ONCE):
-            results += self._some(row, row.sites[first : first + SITES_AT_ONCE])
+            try:
+                results += self._some(row, row.sites[first : first + SITES_AT_ONCE])
+            except torch.OutOfMemoryError as error:
+                raise ModelError(
+                    f"the device must have room for a row of {len(row.ids)} tokens and its hints; trace {row.trace_id} "
+                    "has one that does not fit; set a shorter --seq-len, or --device cpu"
+                ) from error
         return results
 
     @torch.no_grad()

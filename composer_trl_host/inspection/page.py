@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -22,7 +22,7 @@ from markupsafe import Markup
 from composer_trl_host.inspection.conversation import Conversation, Part, conversation
 from composer_trl_host.inspection.model import Inspection, RecoveryToken, Site, by_kind, by_source, mean
 from composer_trl_host.inspection.table import left_out, totals, turn_numbers, verdict
-from composer_trl_host.inspection.text import folded, label, segments, visible
+from composer_trl_host.inspection.text import REMEMBERED, folded, label, segments, visible
 
 STEPS = (0.01, 0.05, 0.1, 0.2, 0.4)
 """Where a recovery token's colour changes, in nats. The Jensen-Shannon divergence ends at ln 2 = 0.693."""
@@ -58,7 +58,6 @@ def render_page(inspection: Inspection, limit: int | None = None) -> str:
         sites_on_page=site_number - 1,
         sites=sites,
         kinds=kinds,
-        averages=[mean(site.divergences) for site in sites],
         totals=list(totals(inspection)),
         left_out=list(left_out(inspection)),
         by_kind=by_kind(sites),
@@ -102,6 +101,29 @@ def token_data(site: Site) -> Markup:
         tokens.append([number(token.text), *own, *sides])
     text = json.dumps({"labels": list(labels), "tokens": tokens}, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c"))
+
+
+def token_span(token: RecoveryToken) -> Markup:
+    """One token of the recovery, coloured by its divergence."""
+    inner = _marked(token.text)
+    if token.reading is None:
+        return Markup('<span class="t">{}</span>').format(inner)
+    nats = token.reading.divergence
+    return Markup('<span class="t d{}" data-d="{:.3f}">{}</span>').format(level(nats), nats, inner)
+
+
+@lru_cache(REMEMBERED)
+def _marked(text: str) -> Markup:
+    if not text:
+        return Markup('<span class="unseen" data-mark="⋯"></span>')
+    return Markup("").join(
+        Markup('<span class="{}" data-mark="{}">{}</span>').format(piece.kind, piece.mark, piece.text)
+        if piece.mark
+        else Markup('<span class="{}">{}</span>').format(piece.kind, piece.text)
+        if piece.kind
+        else piece.text
+        for piece in segments(text)
+    )
 
 
 def unsupervised(part: Part) -> list[LeftText]:
@@ -149,12 +171,10 @@ def _template() -> Template:
     environment.filters["thousands"] = lambda value: f"{value:,}"
     environment.globals.update(
         folded=folded,
-        label=label,
-        level=level,
         mean=mean,
-        segments=segments,
         split_tokens=split_tokens,
         token_data=token_data,
+        token_span=token_span,
         turn_numbers=turn_numbers,
         unsupervised=unsupervised,
         verdict=verdict,

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass
+from functools import lru_cache
 
 FOLD_LINES = 14
 FOLD_CHARACTERS = 1600
+
+REMEMBERED = 2**16
+"""Texts of tokens whose marked form is kept: a page has few of them, many times each."""
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 _BIDI = {
@@ -19,6 +23,8 @@ _BIDI = {
 def visible(text: str) -> str:
     """``text`` with control characters spelled out (ESC as ``\\x1b``) and lone surrogates as U+FFFD, which
     no file can hold otherwise. Line ends and tabs stay; CR LF is a line end."""
+    if text.isascii() and text.isprintable():
+        return text
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
@@ -71,7 +77,8 @@ class Segment:
 _SEGMENTS = re.compile(r"\n|\t|[^\n\t]+")
 
 
-def segments(text: str) -> list[Segment]:
+@lru_cache(REMEMBERED)
+def segments(text: str) -> tuple[Segment, ...]:
     """A token's text in pieces, so that what cannot be seen can be marked."""
     pieces: list[Segment] = []
     for piece in _SEGMENTS.findall(visible(text)):
@@ -85,9 +92,10 @@ def segments(text: str) -> list[Segment]:
             pieces.append(Segment("unseen", piece, _names(piece)))
         else:
             pieces.append(Segment("", piece))
-    return pieces
+    return tuple(pieces)
 
 
+@lru_cache(REMEMBERED)
 def label(text: str) -> str:
     """A token's text in one line with its blanks marked, for lists of tokens."""
     shown = "".join(_mark(letter) for letter in visible(text))

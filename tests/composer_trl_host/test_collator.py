@@ -264,6 +264,20 @@ def test_a_trace_longer_than_the_limit_is_cut_at_turns_and_keeps_every_site_that
     assert make.report.notes["trace cut: channel 1 trains its beginning alone"] == 1
 
 
+@pytest.mark.parametrize("sdpo", [{"student_context": "placeholder"}, {"hint_scope": "cumulative"}])
+def test_where_hints_add_up_all_of_them_fit(sdpo):
+    [whole] = collator("qwen25").collate([small_trace(4)])[0].rows
+    hint_length = len(whole.sites[0].hint_ids)
+    limit = len(whole.ids) + 2 * hint_length  # room for two of the four
+    make = collator("qwen25", seq_len=limit, **sdpo)
+    [collated] = make.collate([small_trace(4)])
+    assert len(collated.rows) == 2
+    assert make.report.sites_kept == 4
+    batch = make.batch(collated.rows)
+    assert batch["input_ids"].size(1) <= limit
+    assert batch["teacher_input_ids"].size(1) <= limit
+
+
 def test_a_site_that_no_row_can_hold_is_dropped_with_the_reason():
     make = collator("qwen25", seq_len=40)
     [collated] = make.collate([small_trace(2, recovery="word " * 60)])
