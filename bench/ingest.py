@@ -119,6 +119,13 @@ class Sessions:
                 parent = record("user", parent, message={"role": "user", "content": pick.choice(self._texts)})
             if turn % 25 == 0:
                 record("assistant", parent, message=self._message([{"type": "text", "text": "left"}]))
+            if turn % 15 == 10:
+                side = {"isSidechain": True, "agentId": self._id()[:8]}
+                task = record(
+                    "user", None, message={"role": "user", "content": pick.choice(self._texts)}, **side
+                )
+                answer = [{"type": "text", "text": pick.choice(self._texts)}]
+                record("assistant", task, message=self._message(answer), **side)
             message = self._id()
             blocks: list[dict[str, Any]] = [
                 {"type": "thinking", "thinking": pick.choice(self._texts[:120]), "signature": self._id() * 8},
@@ -135,7 +142,10 @@ class Sessions:
                 sources.append(parent)
             for call, source in zip(calls, sources[2:], strict=True):
                 text, failed = pick.choice(self._texts), pick.random() < 0.15
-                result = {"type": "tool_result", "tool_use_id": call, "content": text, "is_error": failed}
+                result: dict[str, Any] = {"type": "tool_result", "tool_use_id": call, "content": text}
+                if failed or turn % 2:
+                    # Later versions write the flag on errors alone: then the text is asked.
+                    result["is_error"] = failed
                 extra = {"stdout": text, "stderr": "", "interrupted": False}
                 parent = record(
                     "user", source, message={"role": "user", "content": [result]}, toolUseResult=extra

@@ -367,15 +367,15 @@ def _context(trace: Trace, number: int) -> ErrorContext:
 
 
 def group_advantages(traces: Sequence[Trace]) -> list[float | None]:
-    """Reward minus the mean of the trace's group (Dr. GRPO: no division by a deviation). None where the
-    trace has no reward or its group has no second one."""
-    groups: dict[str, list[float]] = {}
-    for trace in traces:
+    """Reward minus the mean of the trace's group (Dr. GRPO: no division by a deviation). Branches of one
+    rollout count once in the mean. None where the trace has no reward or its group no second rollout."""
+    groups: dict[str, dict[str, float]] = {}
+    for number, trace in enumerate(traces):
         if trace.reward is not None and trace.group_id is not None:
-            groups.setdefault(trace.group_id, []).append(trace.reward)
+            groups.setdefault(trace.group_id, {})[trace.rollout or f"#{number}"] = trace.reward
     result: list[float | None] = []
     for trace in traces:
-        rewards = groups.get(trace.group_id or "", [])
+        rewards = groups.get(trace.group_id or "", {}).values()
         alone = trace.reward is None or trace.group_id is None or len(rewards) < 2
         result.append(None if alone else float(trace.reward or 0.0) - sum(rewards) / len(rewards))
     return result

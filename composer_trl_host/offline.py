@@ -85,10 +85,12 @@ class TraceRows:
         for name, numbers in sorted(read.bad_lines.items()):
             shown = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
             lines.append(f"lines that are no JSON: {len(numbers)} in {name} ({shown})")
+        lines += [f"file left out: {name}: {why}" for name, why in sorted(read.skipped_files.items())]
         if read.unanswered:
             lines.append(f"failed calls without an answer, no sites: {read.unanswered}")
         for count, what in (
             *((count, f"skipped: {reason}") for reason, count in sorted(read.skipped.items())),
+            *((count, note) for note, count in sorted(read.notes.items())),
             *((count, f"error sites left out: {reason}") for reason, count in sorted(made.dropped.items())),
             *((count, note) for note, count in sorted(made.notes.items())),
         ):

@@ -284,6 +284,24 @@ def test_a_result_may_be_text_blocks_or_an_image(read: Read, content: Any, text:
     assert not report.skipped
 
 
+@pytest.mark.parametrize(
+    ("extra", "text", "kind"),
+    [("Error: No such tool available: x", "Error: No such tool available: x", "unknown_tool"), ({"stdout": "a", "stderr": "b"}, "a\nb", None), (None, "", None)],
+)  # fmt: skip
+def test_a_result_without_content_takes_the_records_own(
+    read: Read, extra: Any, text: str, kind: str | None
+) -> None:
+    block = {"type": "tool_result", "tool_use_id": "t"}
+    (trace,), _ = read(
+        user("u", None),
+        calls("a", "u", "t"),
+        user("r", "a", [block], toolUseResult=extra),
+        says("b", "r", "x"),
+    )
+    assert trace.turns[2].content == text
+    assert trace.turns[3].tool_error == kind
+
+
 def test_text_beside_results_is_a_turn_of_the_user(read: Read) -> None:
     blocks = [
         {"type": "tool_result", "tool_use_id": "t", "content": "x"},
@@ -483,12 +501,13 @@ def test_an_error_is_not_answered_across_a_compaction(read: Read) -> None:
     assert report.unanswered == 1
 
 
-def test_a_branch_abandoned_before_a_compaction_stays_out(read: Read) -> None:
+@pytest.mark.parametrize("extra", [{"logicalParentUuid": "a"}, {"parentUuid": "a"}])
+def test_a_branch_abandoned_before_a_compaction_stays_out(read: Read, extra: Record) -> None:
     traces, report = read(
         user("u", None),
         says("a", "u", "kept"),
         says("x", "u", "dropped"),
-        {**BOUNDARY, "logicalParentUuid": "a"},
+        {**BOUNDARY, **extra},
         user("s", "c", "summary", isCompactSummary=True),
         says("b", "s", "two"),
     )
@@ -550,6 +569,25 @@ def test_a_broken_line_in_the_middle_does_not_lose_what_came_before(read: Read) 
     assert report.skipped == {"record whose parent is missing, joined to the one before": 1}
 
 
+def test_records_that_all_lack_a_parent_are_read_in_order(read: Read) -> None:
+    (trace,), _ = read(
+        user("u", None, "one"), says("a", None, "two"), user("v", None, "three"), says("b", None, "four")
+    )
+    assert outline(trace) == ["user: one", "assistant: two", "user: three", "assistant: four"]
+
+
+def test_an_answer_or_a_result_without_a_parent_stands_after_the_one_before(read: Read) -> None:
+    (trace,), report = read(
+        user("u", None),
+        calls("a", "u", "t"),
+        result("r", None, "t", "Exit code 1", True),
+        says("b", None, "x"),
+        user("v", "b"),
+    )
+    assert trace.sites() == [3]
+    assert report.skipped == {"record whose parent is missing, joined to the one before": 2}
+
+
 def test_interleaved_sessions_are_told_apart(read: Read) -> None:
     one = [
         user("u", None, "first"),
@@ -558,10 +596,23 @@ def test_interleaved_sessions_are_told_apart(read: Read) -> None:
         says("b", "r", "x"),
     ]
     two = [{**item, "sessionId": "T", "uuid": f"2{item['uuid']}", "parentUuid": item["parentUuid"] and f"2{item['parentUuid']}"} for item in one]  # fmt: skip
-    traces, _ = read(*[item for pair in zip(one, two, strict=True) for item in pair])
+    traces, report = read(*[item for pair in zip(one, two, strict=True) for item in pair])
     assert [trace.id for trace in traces] == ["S", "T"]
     assert [trace.sites() for trace in traces] == [[3], [3]]
     assert [trace.line for trace in traces] == [1, 2]
+    assert not report.skipped
+
+
+def test_bad_lines_of_interleaved_sessions_are_numbered_in_order(read: Read) -> None:
+    one, two = (
+        [user("u", None), says("a", "u", "x")],
+        [user("v", None, sessionId="T"), says("b", "v", "y", sessionId="T")],
+    )
+    traces, report = read(
+        one[0], two[0], '{"sessionId": "T", "cut', '{"sessionId": "S", "cut', one[1], two[1]
+    )
+    assert [trace.id for trace in traces] == ["S", "T"]
+    assert list(report.bad_lines.values()) == [[3, 4]]
 
 
 def test_a_session_that_continues_another_in_the_same_file_is_one_with_it(read: Read) -> None:
@@ -580,9 +631,30 @@ def test_a_session_that_continues_another_in_the_same_file_is_one_with_it(read: 
 
 
 def test_a_session_named_inside_a_record_is_not_the_records_own(read: Read) -> None:
-    extra = {"toolUseResult": {"sessionId": "OTHER"}}
-    traces, _ = read(user("u", None, "first"), {**extra, **user("v", "u", "second")}, says("b", "v", "two"))
-    assert [outline(trace) for trace in traces] == [["user: first", "user: second", "assistant: two"]]
+    # Many names: a wrong pick among two is right half of the time.
+    others = [{"toolUseResult": {"sessionId": f"OTHER{n}"}, **user(f"v{n}", None, f"{n}")} for n in range(11)]
+    for item in others:
+        del item["parentUuid"]
+    traces, _ = read(user("u", None, "first"), *others, says("b", "v10", "two"))
+    assert [len(trace.turns) for trace in traces] == [13]
+
+
+def test_traces_of_a_session_come_in_the_order_of_their_first_lines(read: Read) -> None:
+    side = {"isSidechain": True, "agentId": "A"}
+    traces, _ = read(
+        user("u", None), says("a", "u", "one"), user("x", None, "do", **side), says("y", "x", "sub", **side),
+        {**BOUNDARY, "logicalParentUuid": "a"}, user("s", "c", "summary", isCompactSummary=True), says("b", "s", "two"),
+    )  # fmt: skip
+    assert [trace.id for trace in traces] == ["S", "S/A", "S#2"]
+
+
+def test_a_parent_in_a_side_chain_gives_way_to_the_record_before(read: Read) -> None:
+    side = {"isSidechain": True, "agentId": "A"}
+    traces, report = read(
+        user("u", None, "main"), says("a", "u", "one"), user("x", None, "do", **side), says("y", "x", "sub", **side), user("v", "y"), says("b", "v", "two")
+    )  # fmt: skip
+    assert outline(traces[0]) == ["user: main", "assistant: one", "user: go on", "assistant: two"]
+    assert report.skipped == {"record whose parent is missing, joined to the one before": 1}
 
 
 def test_records_without_uuids_or_parents_are_read_in_order(read: Read) -> None:

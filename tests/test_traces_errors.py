@@ -15,8 +15,8 @@ from composer_trl_host.traces.errors import WINDOW
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    main()\n'
 
 
-def flagged(text: str, exit_code: int | None = None) -> str:
-    found = classify(text, is_error=True, exit_code=exit_code, tool_name="Bash")
+def flagged(text: str, exit_code: int | None = None, tool: str = "Edit") -> str:
+    found = classify(text, is_error=True, exit_code=exit_code, tool_name=tool)
     assert found is not None
     assert found[1] == "is_error"
     return found[0]
@@ -93,6 +93,8 @@ FLAGGED = [
     ("type_error", 'Exit code 1\na.py:3: error: Incompatible types in assignment  [assignment]'),
     ("import_error", "Exit code 1\n" + TRACE + "ModuleNotFoundError: No module named 'numpy'"),
     ("import_error", "Exit code 1\nError: Cannot find module 'express'\nRequire stack:"),
+    ("type_error", '  /repo/a.py:184:17 - error: Type of "x" is unknown (reportUnknownVariableType)\n1 error, 0 warnings'),
+    ("type_error", "error[call-non-callable]: Object of type `X` is not callable\n427 |   except PermissionError:"),
     ("rate_limit", "Error: 429 Too Many Requests"),
     ("rate_limit", "Exit code 1\n" + TRACE + "openai.RateLimitError: Error code: 429"),
     ("rejected", "The user doesn't want to proceed with this tool use. The tool use was rejected (eg. if it was a file edit, the new_string was NOT written to the file)."),
@@ -100,6 +102,17 @@ FLAGGED = [
     ("rejected", "[Request interrupted by user for tool use]"),
     ("rejected", "<error>Command was aborted before completion</error>"),
     ("rejected", "Claude requested permissions to use Bash, but you haven't granted it yet."),
+    ("wrong_argument", "Exit code 1\ngit: 'comit' is not a git command. See 'git --help'."),
+    ("wrong_argument", "Exit code 2\nrun.py: error: argument mode: invalid choice: 'fast'"),
+    ("wrong_argument", "Error: old_string and new_string must be different"),
+    ("command_not_found", "unknown command: remove"),
+    ("permission", "File is in a directory that is denied by your permission settings."),
+    ("permission", "ls in '~/x' was blocked. For security, files may be listed in the working directories only"),
+    ("network", "Exit code 1\nCannot connect to the Docker daemon at unix:///var/run/docker.sock."),
+    ("nonzero_exit", "Exit code 1\nsrc/a.py:3: timeout=30"),
+    ("nonzero_exit", "Exit code 128\nfatal: not a git repository (or any of the parent directories): .git"),
+    ("nonzero_exit", "Exit code 2\nmake: *** No rule to make target 'x'.  Stop."),
+    ("traceback", "Exit code 1\nReferenceError: x is not defined\n    at Object.<anonymous> (/repo/x.js:1:1)"),
     ("unknown", "<tool_use_error>Cancelled</tool_use_error>"),
     ("unknown", ""),
 ]  # fmt: skip
@@ -110,6 +123,12 @@ FLAGGED = [
 )
 def test_kind_of_a_flagged_failure(kind: str, text: str) -> None:
     assert flagged(text) == kind
+
+
+def test_a_flagged_command_that_says_no_more_failed_by_its_status() -> None:
+    for tool in ("Bash", "execute_bash", "run_command", "local_shell"):
+        assert flagged("==== no tests collected (205 deselected) in 0.39s ====", tool=tool) == "nonzero_exit"
+    assert flagged("Shell dce0af is not running", tool="Kill") == "unknown"
 
 
 def test_every_kind_has_a_flagged_case() -> None:
@@ -211,6 +230,10 @@ PASSED = "a.py .....                                  [100%]\n\n============ 5 p
 QUOTES = [
     ("a file that was read and quotes a traceback", "Read", NUMBERED),
     ("a log that was read", "read_file", "start\n" + TRACE + "KeyError: 'x'"),
+    ("a file that begins with a failure", "read_file", "Failed to load 3 items\nrest of the log"),
+    ("a log that begins with a panic", "view", "panic: runtime error\nrest of the log"),
+    ("a traceback that a passing run ends with", "bash", "run\n" + TRACE + "KeyError: 'x'\n3 passed in 0.10s"),
+    ("a traceback with much after it", "bash", "run\n" + TRACE + "KeyError: 'x'\na\nb\nc\nd\ne"),
     ("a search that found errors", "Grep", "a.py:3:    raise TypeError('Error: x')\nb.py:9:Traceback (most recent call last):"),
     ("a search of a shell message", "search_files", "docs.md:1: bash: foo: command not found"),
     ("a passing run that prints a traceback", "bash", "test_error ...\n" + TRACE + "KeyError: 'x'\nhandled\n\n" + PASSED),

@@ -113,6 +113,12 @@ def test_results_without_ids_answer_the_open_calls_in_order(tmp_path: Path) -> N
     assert not report.notes
 
 
+def test_two_results_without_ids_are_not_both_the_first_calls(tmp_path: Path) -> None:
+    results = [{"role": "tool", "content": "fine"}, {"role": "tool", "content": "Error: file not found"}]
+    (trace,), _ = read(tmp_path, chat(USER, asks(call("view"), call("bash")), *results, says()))
+    assert [turn.tool_name for turn in trace.turns[2:4]] == ["view", "bash"]
+
+
 def test_calls_in_other_spellings(tmp_path: Path) -> None:
     (trace,), _ = read(
         tmp_path,
@@ -120,7 +126,7 @@ def test_calls_in_other_spellings(tmp_path: Path) -> None:
             USER,
             asks({"id": "a", "name": "f", "arguments": {"x": 1}}, json.dumps({"id": "b", "name": "g", "arguments": "{}"})),
             {"role": "assistant", "content": "", "function_call": {"name": "h", "arguments": "{}"}},
-            {"role": "function", "name": "h", "content": "Error: no"},
+            {"role": "function", "name": "h", "content": "Error: bad"},
             says(),
         ),
     )  # fmt: skip

@@ -281,6 +281,17 @@ def test_of_all_and_effective_rollouts_the_effective_are_read(tmp_path: Path) ->
     assert [found.id for found in read_traces(tmp_path / "step_3" / "train" / "all")] == ["early"]
 
 
+def test_branches_share_what_they_hold_in_common(tmp_path: Path) -> None:
+    """Memory must not grow with branches times their length."""
+    items = nodes()
+    for _ in range(30):
+        items.append(node(3, "user", "again", [8]))
+        items.append(node(len(items) - 1, "assistant", "x", [9], [1]))
+    traces, _ = read(tmp_path, trace(items))
+    assert len(traces) == 30
+    assert len({id(found.turns[0].tokens) for found in traces}) == 1
+
+
 def changed(place: int, **fields: Any) -> list[Record]:
     items = nodes()
     items[place].update(fields)

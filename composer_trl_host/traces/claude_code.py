@@ -253,7 +253,7 @@ def _close(texts: list[str], node: Node) -> None:
 def _result(block: dict[str, Any], extra: object, report: ReadReport) -> Result:
     flag = block.get("is_error")
     result = Result(
-        content_text(block.get("content"), report.skipped, "tool result"),
+        content_text(block.get("content", _shown(extra)), report.skipped, "tool result"),
         identifier(block.get("tool_use_id")) or "",
         flag if isinstance(flag, bool) else None,
     )
@@ -273,6 +273,13 @@ def _result(block: dict[str, Any], extra: object, report: ReadReport) -> Result:
                 result.exit_code = code
                 break
     return result
+
+
+def _shown(extra: object) -> str:
+    """What ``toolUseResult`` holds of the text, for a block that has none."""
+    if isinstance(extra, dict):
+        return "\n".join(text for key in ("stdout", "stderr") if (text := string(extra.get(key))))
+    return extra if isinstance(extra, str) else ""
 
 
 def _drafts(segment: Sequence[Node], report: ReadReport) -> list[Draft]:

@@ -52,6 +52,11 @@ class Node:
         """Whether the record holds anything that a model read or wrote."""
         return bool(self.texts or self.thoughts or self.calls or self.results)
 
+    @property
+    def continues(self) -> bool:
+        """Whether something must stand before the record."""
+        return self.kind == "assistant" or any(result.call_id is not None for result in self.results)
+
 
 def chains(nodes: Iterable[Node], counts: Counter[str]) -> list[list[Node]]:
     """The nodes of each conversation: the main one, and each sub-agent's.
@@ -78,12 +83,14 @@ def chains(nodes: Iterable[Node], counts: Counter[str]) -> list[list[Node]]:
         homes[node.uuid] = key
         found.setdefault(key, []).append(node)
     for key, chain in found.items():
+        linked = any(node.parent for node in chain)
         for before, node in zip([None, *chain], chain, strict=False):
-            if node.parent and homes.get(node.parent) != key:
-                node.parent = ""
-                if before is not None:
-                    counts["record whose parent is missing, joined to the one before"] += 1
-            if node.parent == "":
+            # An answer or a result begins no conversation, and without any link there is no tree.
+            rootless = node.parent is None and (not linked or node.continues)
+            missing = bool(node.parent) and homes.get(node.parent or "") != key
+            if before is not None and (rootless or missing):
+                counts["record whose parent is missing, joined to the one before"] += 1
+            if node.parent == "" or rootless or missing:
                 node.parent = before.uuid if before is not None else None
     return list(found.values())
 

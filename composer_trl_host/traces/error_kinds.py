@@ -104,6 +104,10 @@ KINDS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
             "validation error",
             "-32602",
             "exactly the same",
+            "must be ",
+            "invalid ",
+            "git command",
+            "no such ",
             "required",
             "absolute path",
         ),
@@ -113,7 +117,8 @@ KINDS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
             r"|\A(?!Traceback)[^\n]{0,200}(?:missing \d+ required (?:positional|keyword-only) argument|unexpected keyword argument)"
             r"|\A(?!Traceback)[^\n]{0,80}\d+ validation errors? for\b|missing required (?:argument|parameter|field|propert)"
             r"|the following arguments are required|unrecognized arguments?|(?:invalid|illegal|unknown|unrecognized) option\b"
-            r"|are exactly the same|is a required (?:property|argument|parameter)|must be an absolute path",
+            r"|are exactly the same|old_string and new_string must be different|path must be absolute|invalid (?:url|choice)\b"
+            r"|is not a git command|no such (?:sub)?command|is a required (?:property|argument|parameter)|must be an absolute path",
             _I,
         ),
     ),
@@ -149,9 +154,9 @@ KINDS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
     ),
     (
         "command_not_found",
-        ("not found", "not recognized", "no such file"),
+        ("not found", "not recognized", "no such file", "unknown command"),
         re.compile(
-            r"command not found|is not recognized as (?:an internal|the name of)|^\S*sh: (?:line )?\d+: [^\n:]+: not found"
+            r"command not found|\bunknown command\b|is not recognized as (?:an internal|the name of)|^\S*sh: (?:line )?\d+: [^\n:]+: not found"
             r"|^(?:make|env|exec)[^\n]{0,60}: [^\n]*(?:command not found|no such file or directory: ['\"]?\w+['\"]?$)",
             _I | _M,
         ),
@@ -201,7 +206,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
         re.compile(
             r"could not resolve (?:host|hostname)|name or service not known|temporary failure in name resolution|getaddrinfo"
             r"|connection (?:refused|reset|aborted|timed out|closed by)|ECONN(?:REFUSED|RESET|ABORTED)|ENOTFOUND|EHOSTUNREACH"
-            r"|network is unreachable|no route to host|failed to connect|unable to (?:connect|access 'http)|max retries exceeded"
+            r"|network is unreachable|no route to host|failed to connect|cannot connect to|unable to (?:connect|access 'http)|max retries exceeded"
             r"|ssl(?:error|: certificate| certificate)|certificate verify failed|\b(?:502 bad gateway|503 service unavailable|504 gateway)"
             r"|request failed with status code (?!429)\d+|fetch failed|socket hang up|(?:Connect|Connection)Error\b",
             _I,
@@ -211,7 +216,7 @@ KINDS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
         "timeout",
         ("timeout", "timed", "time-out", "time out", "time limit", "deadline"),
         re.compile(
-            r"timed?[ -]?out\b|\btime limit exceeded|\bTimeoutE\w+|deadline exceeded|exceeded the (?:time limit|timeout)|ETIMEDOUT",
+            r"timed[ -]?out\b|\btime-?out (?:of|after|error|exceeded|expired|reached|was)\b|\btimeout:|\btime limit exceeded|\bTimeoutE\w+|deadline exceeded|exceeded the (?:time limit|timeout)|ETIMEDOUT",
             _I,
         ),
     ),
@@ -254,9 +259,11 @@ KINDS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
             "[return-value]",
             "[call-arg]",
             "cannot use",
+            "(report",
+            "error[",
         ),
         re.compile(
-            r"\bTypeError\b|\berror TS2\d{3}:|mismatched types|incompatible types?\b|\[(?:arg-type|assignment|return-value|call-arg)\]"
+            r"\bTypeError\b|\berror TS2\d{3}:|mismatched types|incompatible types?\b|\[(?:arg-type|assignment|return-value|call-arg)\]|\(report[A-Z]\w+\)|\berror\[[a-z-]{4,}\]:"
             r"|cannot use [^\n]{1,80} as [^\n]{1,40}(?: value)? in",
             _I,
         ),
@@ -296,12 +303,12 @@ KINDS: tuple[tuple[str, tuple[str, ...], re.Pattern[str]], ...] = (
             "not allowed",
             "read-only",
             "forbidden",
-            "blocked by",
+            "blocked",
             "approval",
         ),
         re.compile(
             r"permission denied|operation not permitted|\bEACCES\b|\bEPERM\b|PermissionError|access (?:is )?denied|not allowed\b"
-            r"|permission to use [^\n]{1,200} has been denied|read-only file system|403 forbidden|\bblocked by\b|requires approval",
+            r"|permission to use [^\n]{1,200} has been denied|read-only file system|403 forbidden|\bblocked by\b|\bwas blocked\b|requires approval|denied by",
             _I,
         ),
     ),

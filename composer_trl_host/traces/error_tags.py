@@ -74,8 +74,24 @@ READING_TOOLS = frozenset(
         "tree",
     ]
 )
+SHELL_TOOLS = frozenset(
+    [
+        "bash",
+        "shell",
+        "sh",
+        "zsh",
+        "powershell",
+        "terminal",
+        "console",
+        "command",
+        "cmd",
+        "exec",
+        "execute",
+        "run",
+    ]
+)
 READING_COMMAND = re.compile(
     r'"(?:command|cmd|script|input|keystrokes)"\s*:\s*(?:\[(?:\s*"[^"]{0,20}"\s*,)*\s*)?"\s*(?:cd [^&;|"]{1,200}(?:&&|;)\s*)?(?:sudo )?'
     r"(?:cat|bat|nl|head|tail|less|more|grep|egrep|fgrep|rg|ag|sed -n|awk|find|ls|tree|jq|zcat|strings|journalctl|git (?:show|log|diff|grep|blame)|(?:docker|kubectl) logs)\b"
 )
-"""Tools, and commands of a shell tool, that show what others wrote."""
+"""Tools, and commands of a shell tool, that show what others wrote; and the tools that run commands."""

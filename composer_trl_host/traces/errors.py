@@ -69,7 +69,10 @@ def classify(
         return None
     text = _windows(result_text)
     if is_error:
-        return kind_of(text, exit_code), "is_error"
+        kind = kind_of(text, exit_code)
+        # A shell that says no more than that its command failed means the status.
+        shell = kind == "unknown" and _has_word(tool_name, tags.SHELL_TOOLS)
+        return "nonzero_exit" if shell else kind, "is_error"
     if exit_code is not None:
         return kind_of(text, exit_code), "exit_code"
     found = _from_text(text, result_text, is_reading(tool_name, arguments))
@@ -101,10 +104,13 @@ def kind_of(text: str, exit_code: int | None = None) -> str:
 
 def is_reading(tool_name: str | None, arguments: str = "") -> bool:
     """Whether a call shows what others wrote."""
-    words = _CAMEL.findall(tool_name or "")
-    if any(word.lower() in tags.READING_TOOLS for word in words):
+    if _has_word(tool_name, tags.READING_TOOLS):
         return True
     return tags.READING_COMMAND.search(arguments[:WINDOW]) is not None
+
+
+def _has_word(tool_name: str | None, words: frozenset[str]) -> bool:
+    return any(word.lower() in words for word in _CAMEL.findall(tool_name or ""))
 
 
 def _windows(text: str) -> str:

@@ -28,13 +28,18 @@ class FileProblem(TaskError):
 def list_files(path: Path) -> list[Path]:
     """The file, or the folder's files in sorted order."""
     try:
-        if path.is_dir():
-            return _in_folder(path)
         if path.is_file():
             return [path]
+        files = _in_folder(path) if path.is_dir() else None
         exists = path.exists()
     except (OSError, ValueError) as error:
         raise TaskError(f"the traces at {path} must be readable; found: {_reason(error)}") from error
+    if files:
+        return files
+    if files is not None:
+        raise TaskError(
+            f"a folder of traces must hold *.jsonl or *.json files; found none in {path}; name another folder"
+        )
     if exists:
         raise TaskError(
             f"traces must be a file or a folder; found something else at {path}; save the stream to a file"
@@ -52,12 +57,7 @@ def _in_folder(path: Path) -> list[Path]:
         for name in names
         if name.endswith(SUFFIXES)
     ]
-    files = sorted(file for file in found if file.is_file())
-    if not files:
-        raise TaskError(
-            f"a folder of traces must hold *.jsonl or *.json files; found none in {path}; name another folder"
-        )
-    return files
+    return sorted(file for file in found if file.is_file())
 
 
 @contextmanager

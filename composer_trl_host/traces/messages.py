@@ -84,7 +84,7 @@ class Conversation:
         return ToolCall(identifier(item.get("id")) or f"call_{self._calls}", name, json_text(arguments))
 
     def _tool(self, message: Mapping[str, Any], content: str) -> Draft:
-        given = identifier(message.get("tool_call_id")) or identifier(message.get("id"))
+        given = identifier(message.get("tool_call_id"))
         name = string(message.get("name"))
         call = next(
             (

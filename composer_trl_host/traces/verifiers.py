@@ -101,34 +101,27 @@ def _trace(
     shared_tools = tool_definitions(value.get("tools"))
     info = value.get("info")
     inside = identifier(info.get("group_id")) if isinstance(info, dict) else None
+    drafts = _drafts(nodes, report)
+    tools = {places[0]: tool_definitions(nodes[places[0]].get("tools")) for places in paths}
     seen: set[int] = set()
-    found: list[tuple[int, tuple[Draft, ...], int]] = []
-    with_ids = any(node.get("token_ids") for node in nodes)
     for index, places in enumerate(paths):
-        leaf = places[-1]
-        attempt = any(link["type"] == "compaction_attempt" for link in _links(nodes[leaf]))
-        if attempt and leaf not in accepted:
+        links = _links(nodes[places[-1]])
+        if any(link["type"] == "compaction_attempt" for link in links) and places[-1] not in accepted:
             report.skipped["branch of a compaction that was not taken"] += 1
             continue
-        copies = seen.intersection(places)
-        drafts = _drafts([nodes[place] for place in places], with_ids, report)
-        shown = tuple(
-            _as_context(draft) if place in copies else draft
-            for place, draft in zip(places, drafts, strict=True)
-        )
-        if not any(draft.role == "assistant" and draft.sampled for draft in shown):
+        own = [place for place in places if place not in seen and _is_turn_of_the_model(drafts[place])]
+        if not own:
             report.skipped["branch without a turn of the model of its own"] += 1
             continue
-        seen.update(place for place, draft in zip(places, drafts, strict=True) if draft.role == "assistant")
-        found.append((index, shown, max((places.index(place) + 1 for place in copies), default=0)))
-    if value.get("ok") is False and found:
-        report.notes["trace of a run that failed, kept"] += 1
-    for index, shown, known in found:
-        root = paths[index][0]
+        if not seen and value.get("ok") is False:
+            report.notes["trace of a run that failed, kept"] += 1
+        known = max((number for number, place in enumerate(places, 1) if place in seen), default=0)
+        shown = [_as_context(drafts[place]) if place in seen else drafts[place] for place in places]
+        seen.update(own)
         yield Trace(
             id=name if len(paths) == 1 else f"{name}/{index}",
             turns=finish(shown, report, known),
-            tools=tool_definitions(nodes[root].get("tools")) or shared_tools,
+            tools=tools[places[0]] or shared_tools,
             reward=reward,
             group_id=group or inside or identifier(value.get("group_id")) or _task_key(value),
             format=FORMAT,
@@ -138,11 +131,16 @@ def _trace(
         )
 
 
-def _drafts(nodes: Sequence[dict[str, Any]], with_ids: bool, report: ReadReport) -> list[Draft]:
-    builder = Conversation(report)
+def _is_turn_of_the_model(draft: Draft) -> bool:
+    return draft.role == "assistant" and draft.sampled
+
+
+def _drafts(nodes: Sequence[dict[str, Any]], report: ReadReport) -> list[Draft]:
+    """One for each node, shared by the branches that hold it."""
+    with_ids = any(node.get("token_ids") for node in nodes)
     drafts = []
     for node in nodes:
-        draft = builder.add(node.get("message"))
+        draft = Conversation(report).add(node.get("message"))
         draft.tokens = _tokens(node) if with_ids else None
         if draft.role == "assistant":
             draft.sampled = node.get("sampled") is True
@@ -154,8 +152,7 @@ def _as_context(draft: Draft) -> Draft:
     tokens = draft.tokens
     if tokens is not None:
         tokens = TurnTokens(tokens.ids, (False,) * len(tokens.ids), (), ())
-    sampled = False if draft.role == "assistant" else draft.sampled
-    return replace(draft, sampled=sampled, tokens=tokens)
+    return replace(draft, sampled=False, tokens=tokens)
 
 
 def _tokens(node: dict[str, Any]) -> TurnTokens:
@@ -229,6 +226,8 @@ def _path(leaf: int, parents: Sequence[int | None]) -> list[int]:
     at: int | None = leaf
     while at is not None:
         places.append(at)
+        if len(places) > len(parents):
+            raise Refused("nodes whose parents form a circle")
         at = parents[at]
     return places[::-1]
 

@@ -348,6 +348,15 @@ def test_advantages_are_rewards_against_the_group_s_mean():
     ]
     # The mean of 1, 0 and 0.5 is 0.5.
     assert group_advantages(traces) == [0.5, -0.5, 0.0, None, None]
+    branches = [
+        small_trace(trace_id="a", reward=1.0, group_id="g", rollout="r1"),
+        small_trace(trace_id="b", reward=1.0, group_id="g", rollout="r1"),
+        small_trace(trace_id="c", reward=0.0, group_id="g", rollout="r2"),
+        small_trace(trace_id="d", reward=1.0, group_id="h", rollout="r3"),
+        small_trace(trace_id="e", reward=1.0, group_id="h", rollout="r3"),
+    ]
+    # Two branches of one rollout are one reward: the mean of 1 and 0; and one rollout is no group.
+    assert group_advantages(branches) == [0.5, 0.5, -0.5, None, None]
     batch = collator("qwen25")([to_row(traces[0], 0.5), traces[4]])
     trained = batch["response_mask"]
     assert set(batch["advantages"][0][trained[0]].tolist()) == {0.5}
