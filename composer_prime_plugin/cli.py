@@ -7,7 +7,6 @@ put right is one line on stderr and exit code 2. Imports torch only where PRIME-
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import shlex
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer_prime_plugin import __version__
 from composer_prime_plugin.errors import ComposerError, ConfigError
+from composer_prime_plugin.prime_schema import SchemaVerdict, check_with_prime, prime_is_importable
 from composer_prime_plugin.routing import HOST_COMMAND, PRIME_COMMAND, Route, choose_backend
 from composer_prime_plugin.runfile import RunFile, load_run
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from composer_prime_plugin.contract import LossContract
 
 HOST_MODULE = "composer_trl_host.run"
+DRY_RUN_MODULE = "composer_trl_host.dry_run"
+EXPORT_MODULE = "composer_trl_host.export"
 INSPECT_MODULE = "composer_trl_host.inspection.command"
 INSPECT_HELP_MODULE = "composer_trl_host.inspection.help"
 """Imported by name and only when they are needed: this package does not depend on the host."""
@@ -44,6 +46,7 @@ commands:
   run      train the TOML on the backend that can
   route    show that backend and why, and start nothing
   inspect  show the error sites of recorded transcripts: what failed, which hint, which tokens
+  export   write a host's checkpoint as a model folder that PRIME-RL can start from
 
 options:
   --version  show the version
@@ -69,7 +72,10 @@ Show the backend and the reason, then train: PRIME-RL's `rl` is started with the
 or the TRL host runs in this process.
 
 {_ARGUMENTS}
-exit codes: 0 trained, 2 the input cannot be run, 130 interrupted on the TRL host, else the backend's own
+  --dry-run             write both backends' resolved configurations into the run folder and start nothing
+
+exit codes: 0 trained, 2 the input cannot be run, 3 a guard rail stopped the run on the TRL host (docs/guards.md), 130 interrupted
+on the TRL host, else the backend's own
 
 example:
   composer-rl run @ examples/shell/rl.toml --max-steps 5 --output-dir outputs/try
@@ -86,6 +92,22 @@ what else the TOML holds is checked when it runs.
 
 example:
   composer-rl route @ examples/shell/rl.toml --json
+"""
+
+
+EXPORT_HELP = """\
+usage: composer-rl export RUN_FOLDER_OR_CHECKPOINT [--to FOLDER] [--merge-lora]
+
+Write the model of a run on the TRL host, of its newest checkpoint or of the one named, as a folder of
+safetensors with its tokenizer, and show what to change in the TOML so that PRIME-RL goes on from it.
+
+arguments:
+  RUN_FOLDER_OR_CHECKPOINT  as the run printed it: outputs/run, or outputs/run/checkpoint-20
+  --to FOLDER               where to; default: exported-STEP in the run folder. It must be empty or absent
+  --merge-lora              merge the adapter of a LoRA run into its model; without it the adapter is written
+
+example:
+  composer-rl export outputs/shell
 """
 
 
@@ -143,9 +165,27 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     run, route = _routed(arguments)
     _show(route)
     sys.stdout.flush()
-    if route.backend == "prime-rl":
+    dry = bool(run.document.get("dry_run"))
+    if route.backend == "prime-rl" and not dry:
         _become_prime(run.arguments, environment)
+    verdict = _checked_by_prime(run, environment)
+    if dry:
+        return int(_host_module(DRY_RUN_MODULE).dry_run(run, route.backend, verdict.resolved))
     return _run_host(run)
+
+
+def _checked_by_prime(run: RunFile, environment: Mapping[str, str]) -> SchemaVerdict:
+    """What PRIME-RL's own schema says, where there is one; of several processes the first asks."""
+    if not prime_is_importable() or environment.get("RANK", "0") != "0":
+        return SchemaVerdict()
+    verdict = check_with_prime(run.document)
+    if verdict.unable is not None:
+        print(f"note:    PRIME-RL's RLConfig did not check this TOML: {verdict.unable}", flush=True)
+    return verdict
+
+
+def _export(arguments: list[str], environment: Mapping[str, str]) -> int:
+    return int(_host_module(EXPORT_MODULE).main(arguments))
 
 
 def _inspect(arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -160,6 +200,7 @@ _COMMANDS: dict[str, tuple[str | Callable[[], str], Callable[[list[str], Mapping
     "run": (RUN_HELP, _run),
     "route": (ROUTE_HELP, _route),
     "inspect": (_inspect_help, _inspect),
+    "export": (EXPORT_HELP, _export),
 }
 
 
@@ -170,11 +211,7 @@ def _routed(arguments: list[str]) -> tuple[RunFile, Route]:
 
 def _installed_contract() -> LossContract | None:
     """The contract of the installed PRIME-RL; torch is imported only where there is one."""
-    try:
-        absent = importlib.util.find_spec("prime_rl") is None
-    except (ImportError, ValueError):
-        absent = False
-    if absent:
+    if not prime_is_importable():
         return None
     from composer_prime_plugin.contract import BrokenPrimeRLError, LossContract
 
@@ -233,7 +270,7 @@ def _host_module(name: str) -> Any:
 
 def _interrupted(words: list[str]) -> str:
     # Once training begins the host says itself how to go on.
-    if words[:1] == ["inspect"]:
+    if words[:1] in (["inspect"], ["export"]):
         return "interrupted"
     return f"interrupted before training began; start again with `{HOST_COMMAND} {shlex.join(words[1:])}`"
 

@@ -1,90 +1,109 @@
-"""Channel 2's divergence: the generalized Jensen-Shannon divergence between two next-token
-distributions.
+"""Channel 2's divergence as it is asked for: by the configuration, or by ``generalized_jsd_loss``.
 
-With student ``p``, teacher ``q`` and mixture ``m = (1 - beta) * p + beta * q``::
-
-    D = beta * KL(q || m) + (1 - beta) * KL(p || m)      0 < beta < 1
-    D = KL(q || p)                                       beta = 0, forward
-    D = KL(p || q)                                       beta = 1, reverse
-
-The end points are branches of their own: the interior formula vanishes there. Sources: GKD
-(arXiv:2306.13649, equation 1) and OPSD (arXiv:2601.18734).
+The formula is ``jsd``'s, its estimators are those of ``estimators``. Here are the checks of what goes in
+and comes out, and the walk over blocks of positions (``blocks``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from composer_prime_plugin.config import CLIP_MODES, ClipMode, SDPOConfig
-from composer_prime_plugin.errors import ConfigError, LossInputError
+from composer_prime_plugin.blocks import in_blocks
+from composer_prime_plugin.config import ClipMode, SDPOConfig
+from composer_prime_plugin.errors import LossInputError
+from composer_prime_plugin.estimators import importance_ratio, sampled_divergence, top_k_divergence
+from composer_prime_plugin.jsd import TokenDivergence as TokenDivergence
+from composer_prime_plugin.jsd import token_divergence as token_divergence
 
 Reduction = Literal["batchmean", "sum", "none"]
 
 IGNORE_INDEX = -100
-LOG_PROB_FLOOR = -1.0e4
-"""Log-probabilities below this many nats are raised to it. ``exp`` of it is exactly 0, so only
-entries of probability zero are touched, and ``0 * log 0`` stays 0 instead of NaN."""
-
-
-@dataclass(frozen=True)
-class TokenDivergence:
-    """``values``: ``(n,)`` nats per position, float32 at least, with gradient to the student.
-    ``clipped``: ``(n,)`` bool, True where the clip acted on the position."""
-
-    values: Tensor
-    clipped: Tensor
-
-
-def token_divergence(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    token_clip: float | None = None,
-    clip_mode: ClipMode = "entry",
-) -> TokenDivergence:
-    """The divergence of each position, not reduced.
-
-    Shapes: both logits ``(n, vocab)``, any float dtype; computed in float32 at least. The gradient
-    flows to ``student_logits`` alone; the teacher is detached here. Equal logits give exactly zero.
-    """
-    _check_knobs(beta, temperature, token_clip, clip_mode)
-    dtype = torch.promote_types(student_logits.dtype, torch.float32)
-    student, teacher = student_logits.to(dtype), teacher_logits.detach().to(dtype)
-    entry_clip = token_clip if clip_mode == "entry" else None
-    values, clipped = _Divergence.apply(student, teacher, beta, temperature, entry_clip)
-    if token_clip is None or entry_clip is not None:
-        return TokenDivergence(values, clipped)
-    clipped = values > token_clip
-    if clip_mode == "token":
-        return TokenDivergence(values.clamp(max=token_clip), clipped)
-    scale = torch.where(clipped, token_clip / values.detach().clamp(min=token_clip), torch.ones_like(values))
-    return TokenDivergence(values * scale, clipped)
 
 
 def configured_divergence(
-    student_logits: Tensor, teacher_logits: Tensor, sdpo: SDPOConfig
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    sdpo: SDPOConfig,
+    *,
+    rows: Tensor | None = None,
+    tokens: Tensor | None = None,
+    log_ratio: Tensor | None = None,
 ) -> TokenDivergence:
-    """``token_divergence`` as ``[trainer.loss.kwargs.sdpo]`` says, with both sides checked."""
-    if sdpo.estimator != "full":
-        raise ConfigError(f'sdpo.estimator must be "full": nothing else exists yet; found {sdpo.estimator!r}')
+    """The divergence of each position as ``[trainer.loss.kwargs.sdpo]`` says, both sides checked.
+
+    Shapes: both logits ``(m, vocab)``, any float dtype; ``rows`` ``(n,)`` long, distinct, the positions that
+    are read (None: all of them). Per position read: ``tokens`` ``(n,)`` long, the sampled token, which
+    ``estimator = "sampled"`` reads; ``log_ratio`` ``(n,)``, trainer minus inference log-prob of that token
+    in nats at the sampling temperature, which ``importance_cap`` reads. Returns ``(n,)`` nats, ratio
+    included, not reduced; float32 at least. Beside the student's gradient the memory is one block's.
+
+    Raises ``LossInputError`` for shapes that do not fit, for a missing ``tokens`` or ``log_ratio``, and for
+    a position whose divergence is not finite, which is named.
+    """
     check_logits(student_logits, teacher_logits)
-    result = token_divergence(
-        student_logits,
-        teacher_logits,
-        beta=sdpo.jsd_beta,
-        temperature=sdpo.temperature,
-        token_clip=sdpo.token_clip,
-        clip_mode=sdpo.clip_mode,
-    )
-    check_finite_divergence(result.values, student_logits, teacher_logits)
-    return result
+    vocab = student_logits.size(-1)
+    if student_logits.dim() != 2:
+        raise LossInputError(f"logits must be (positions, vocab); found {tuple(student_logits.shape)}")
+    count = student_logits.size(0) if rows is None else rows.numel()
+    sampled, ratio = None, None
+    if sdpo.estimator == "sampled":
+        sampled = _checked_tokens(tokens, count, vocab)
+    if sdpo.importance_cap is not None:
+        ratio = importance_ratio(_checked_log_ratio(log_ratio, count), sdpo.importance_cap)
+
+    def block_fn(student: Tensor, teacher: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+        result = _estimate(student, teacher, sdpo, None if sampled is None else sampled[block])
+        return result.values if ratio is None else result.values * ratio[block], result.clipped
+
+    values, clipped = in_blocks(student_logits, teacher_logits, rows, block_fn)
+    check_finite_divergence(values, student_logits, teacher_logits, rows)
+    return TokenDivergence(values, clipped)
+
+
+def _estimate(student: Tensor, teacher: Tensor, sdpo: SDPOConfig, tokens: Tensor | None) -> TokenDivergence:
+    clip: dict[str, Any] = {"token_clip": sdpo.token_clip, "clip_mode": sdpo.clip_mode}
+    if tokens is not None:
+        return sampled_divergence(student, teacher, tokens, temperature=sdpo.temperature, **clip)
+    options: dict[str, Any] = {"beta": sdpo.jsd_beta, "temperature": sdpo.temperature, **clip}
+    if sdpo.estimator != "top_k":
+        return token_divergence(student, teacher, **options)
+    assert sdpo.top_k is not None
+    options |= {"top_k": sdpo.top_k, "support": sdpo.top_k_support, "tail": sdpo.top_k_tail}
+    return top_k_divergence(student, teacher, **options)
+
+
+def _checked_tokens(tokens: Tensor | None, count: int, vocab: int) -> Tensor:
+    if tokens is None or tokens.shape != (count,) or tokens.is_floating_point():
+        found = "None" if tokens is None else f"{tokens.dtype} {tuple(tokens.shape)}"
+        raise LossInputError(
+            f'sdpo.estimator = "sampled" needs the sampled token id of each of the {count} positions; found {found}; hand '
+            'over the ids, or set sdpo.estimator = "full"'
+        )
+    # A gather outside the vocabulary would end a CUDA process, not raise.
+    if count and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab):
+        raise LossInputError(
+            f"sampled token ids must lie in [0, {vocab}); found {int(tokens.min())} to {int(tokens.max())}"
+        )
+    return tokens.long()
+
+
+def _checked_log_ratio(log_ratio: Tensor | None, count: int) -> Tensor:
+    if log_ratio is None or log_ratio.shape != (count,):
+        found = "None" if log_ratio is None else f"{tuple(log_ratio.shape)}"
+        raise LossInputError(
+            f"sdpo.importance_cap needs trainer minus inference log-prob of each of the {count} positions; found {found}; "
+            "hand them over, or leave importance_cap out"
+        )
+    bad = torch.isnan(log_ratio.detach()).nonzero()
+    if bad.numel():
+        raise LossInputError(
+            f"trainer_logprobs - inference_logprobs must not be NaN where sdpo.importance_cap reads it; found NaN at counted "
+            f"position {int(bad[0, 0])}; give every error token the log-prob that it was sampled with"
+        )
+    return log_ratio
 
 
 def generalized_jsd_loss(
@@ -136,20 +155,27 @@ def generalized_jsd_loss(
                 f"found {tuple(labels.shape)}"
             )
         counted = labels != IGNORE_INDEX
-    student, teacher = student_logits[counted], teacher_logits[counted]
-    result = token_divergence(
-        student,
-        teacher,
-        beta=beta,
-        temperature=temperature,
-        token_clip=token_clip,
-        clip_mode=clip_mode,
-    )
-    check_finite_divergence(result.values, student, teacher)
+    vocab = student_logits.size(-1)
+    student, teacher = student_logits.reshape(-1, vocab), teacher_logits.reshape(-1, vocab)
+    rows = None if labels is None else counted.flatten().nonzero().squeeze(-1)
+
+    def block_fn(mine: Tensor, theirs: Tensor, _block: slice) -> tuple[Tensor, Tensor]:
+        result = token_divergence(
+            mine,
+            theirs,
+            beta=beta,
+            temperature=temperature,
+            token_clip=token_clip,
+            clip_mode=clip_mode,
+        )
+        return result.values, result.clipped
+
+    values, _ = in_blocks(student, teacher, rows, block_fn)
+    check_finite_divergence(values, student, teacher, rows)
     if reduction == "none":
-        zeros = torch.zeros(counted.shape, dtype=result.values.dtype, device=result.values.device)
-        return zeros.masked_scatter(counted, result.values)
-    total = result.values.sum()
+        zeros = torch.zeros(counted.shape, dtype=values.dtype, device=values.device)
+        return zeros.masked_scatter(counted, values)
+    total = values.sum()
     return total / counted.sum().clamp(min=1) if reduction == "batchmean" else total
 
 
@@ -171,110 +197,26 @@ def check_logits(student_logits: Tensor, teacher_logits: Tensor) -> None:
         )
 
 
-def check_finite_divergence(values: Tensor, student_logits: Tensor, teacher_logits: Tensor) -> None:
-    """Raise ``LossInputError`` naming the first position whose divergence is not finite."""
+def check_finite_divergence(
+    values: Tensor, student_logits: Tensor, teacher_logits: Tensor, rows: Tensor | None = None
+) -> None:
+    """Raise ``LossInputError`` naming the first position whose divergence is not finite. ``values``: ``(n,)``
+    of the rows ``rows`` ``(n,)`` (None: all) of both ``(m, vocab)`` logits."""
     if bool(torch.isfinite(values.detach().sum())):
         return
     bad = (~torch.isfinite(values.detach())).nonzero()
     where = int(bad[0]) if bad.numel() else 0
+    row = where if rows is None else int(rows[where])
     sides = [
         name
         for name, logits in (("student", student_logits), ("teacher", teacher_logits))
-        if bool((torch.isnan(logits[where]) | (logits[where] == torch.inf)).any())
-        or bool((logits[where] == -torch.inf).all())
+        if bool((torch.isnan(logits[row]) | (logits[row] == torch.inf)).any())
+        or bool((logits[row] == -torch.inf).all())
     ]
+    advice = "look for an overflow in the model's forward"
+    if not sides:
+        advice = "where one side forbids the whole top-k support of the other, set sdpo.top_k_tail = true"
     raise LossInputError(
         f"logits must be finite or -inf at counted positions; found a non-finite divergence at counted position {where} "
-        f"({' and '.join(sides) or 'neither side'} holds NaN or +inf); look for an overflow in the model's forward"
+        f"({' and '.join(sides) or 'neither side'} holds NaN or +inf); {advice}"
     )
-
-
-def _check_knobs(beta: float, temperature: float, token_clip: float | None, clip_mode: str) -> None:
-    if not 0.0 <= beta <= 1.0:
-        raise LossInputError(f"beta must lie in [0, 1]; found {beta}")
-    if not temperature > 0.0:
-        raise LossInputError(f"temperature must be above 0; found {temperature}")
-    if token_clip is not None and not token_clip > 0.0:
-        raise LossInputError(f"token_clip must be above 0, or None for no clip; found {token_clip}")
-    if clip_mode not in CLIP_MODES:
-        raise LossInputError(f"clip_mode must be one of {', '.join(CLIP_MODES)}; found {clip_mode!r}")
-
-
-class _Divergence(torch.autograd.Function):
-    """``(n,)`` values and whether an entry was clamped, with the gradient on the student's logits taken
-    while the distributions are at hand: one tensor is kept instead of every intermediate.
-
-    With ``g = dD/dp`` entry by entry, the gradient is ``(p * g - p * sum(p * g)) / T``. ``g`` is
-    ``(1 - beta) * log(p / m)`` inside, ``log(p / q) + 1`` at ``beta = 1``, ``-q / p`` at ``beta = 0``; a
-    constant in ``g`` cancels where no entry is clamped, and a clamped entry has ``g = 0``. Everything is
-    done in place: on a CPU the time goes into memory, not arithmetic.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, beta: float, temperature: float, entry_clip: float | None
-    ) -> tuple[Tensor, Tensor]:
-        log_p, log_q = _log_softmax(student, temperature), _log_softmax(teacher, temperature)
-        p = log_p.exp()
-        if beta == 0.0:
-            # An entry that the student forbids (log_p at the floor) has no gradient.
-            constant = log_p <= LOG_PROB_FLOOR
-            q = log_q.exp()
-            entries = log_q.sub_(log_p).mul_(q)
-            pg = q.neg_()
-        elif beta == 1.0:
-            constant = None
-            entries = log_p.sub_(log_q).mul_(p)
-            pg = entries.clone() if entry_clip is None else entries + p
-        else:
-            constant = None
-            q = log_q.exp()
-            log_m_over_p, log_m_over_q = _mixture(log_q.sub_(log_p), beta)
-            pg = log_m_over_p.mul_(p).mul_(beta - 1.0)
-            entries = log_m_over_q.mul_(q).mul_(-beta).add_(pg)
-        if entry_clip is None:
-            clipped = torch.zeros(p.shape[:-1], dtype=torch.bool, device=p.device)
-        else:
-            over = entries > entry_clip
-            clipped = over.any(dim=-1)
-            entries.clamp_(max=entry_clip)
-            constant = over if constant is None else constant | over
-        values = entries.sum(dim=-1)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(_onto_logits(p, pg, constant, beta).div_(temperature))
-        ctx.mark_non_differentiable(clipped)
-        return values, clipped
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0].unsqueeze(-1), None, None, None, None
-
-
-def _onto_logits(p: Tensor, pg: Tensor, constant: Tensor | None, beta: float) -> Tensor:
-    """``p * g - p * sum(p * g)``, with ``g = 0`` at ``constant`` entries. At ``beta = 0`` the sum of ``q``
-    is 1 less what is left out: then equal distributions have a gradient of exactly zero."""
-    if beta == 0.0 and constant is not None:
-        left_out = (-pg).masked_fill_(~constant, 0.0).sum(dim=-1, keepdim=True)
-        return pg.masked_fill_(constant, 0.0).addcmul_(p, 1.0 - left_out)
-    if constant is not None:
-        pg.masked_fill_(constant, 0.0)
-    return pg.addcmul_(p, pg.sum(dim=-1, keepdim=True), value=-1.0)
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    scaled = logits if temperature == 1.0 else logits / temperature
-    return torch.log_softmax(scaled, dim=-1).clamp_(min=LOG_PROB_FLOOR)
-
-
-def _mixture(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """``log(m / p)`` and ``log(m / q)`` from ``d = log q - log p``, which is consumed. Written so that
-    ``d = 0`` gives exactly 0 and a large ``|d|`` neither overflows nor loses the small one: one shared log1p
-    of a number in (-1, 0], plus the positive part."""
-    common = d.abs().neg_().expm1_()
-    # The share of the less likely side's partner: beta where q is below p, 1 - beta elsewhere.
-    common.mul_(beta if beta == 0.5 else torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta))
-    common.log1p_()
-    log_m_over_p = d.clamp(min=0.0).add_(common)
-    return log_m_over_p, common.sub_(d.clamp_(max=0.0))

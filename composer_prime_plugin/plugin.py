@@ -30,7 +30,8 @@ def loss_fn(inputs: Any, **kwargs: Any) -> Any:
     ``trainer_logprobs`` (with gradient), ``inference_logprobs``, ``advantages``, a bool
     ``loss_mask``, optional ``loss_weights``. For channel 2 also ``teacher_logits`` and
     ``trainer_logits`` ``(seq, vocab)``, row ``t`` the distribution that token ``t`` was drawn from,
-    and an optional bool ``sdpo_mask`` (default: the loss mask).
+    and an optional bool ``sdpo_mask`` (default: the loss mask). ``sdpo.estimator = "sampled"`` also needs
+    ``token_ids`` ``(seq,)``, the ids of the sample's tokens.
 
     ``kwargs`` is the table ``[trainer.loss.kwargs]``, validated once per distinct content.
 
@@ -149,7 +150,13 @@ def _channel_two(inputs: Any, sdpo: SDPOConfig, weight: float) -> tuple[Tensor, 
                 "trainer_logits must carry gradient where trainer_logprobs does; found a detached tensor, on which "
                 "channel 2 would train nothing; hand over the logits of the same forward"
             )
-        result = configured_divergence(student[mask], teacher[mask], sdpo)
+        rows = mask.nonzero().squeeze(-1)
+        tokens, log_ratio = None, None
+        if sdpo.estimator == "sampled":
+            tokens = _token_ids(inputs, like)[rows]
+        if sdpo.importance_cap is not None:
+            log_ratio = (like.detach() - inputs.inference_logprobs)[rows]
+        result = configured_divergence(student, teacher, sdpo, rows=rows, tokens=tokens, log_ratio=log_ratio)
         values, clipped = result.values, result.clipped
     total = values.sum()
     count = max(values.numel(), 1)
@@ -161,6 +168,17 @@ def _channel_two(inputs: Any, sdpo: SDPOConfig, weight: float) -> tuple[Tensor, 
         "sdpo/clip_fraction": as_scalar(clipped.sum() / count, like),
     }
     return total, metrics
+
+
+def _token_ids(inputs: Any, like: Tensor) -> Tensor:
+    ids = getattr(inputs, "token_ids", None)
+    if not isinstance(ids, Tensor) or ids.shape != like.shape or ids.is_floating_point():
+        found = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
+        raise LossInputError(
+            f'sdpo.estimator = "sampled" needs token_ids, the integer id of each of the {like.numel()} tokens; found {found}; '
+            'hand them over, or set sdpo.estimator = "full"'
+        )
+    return ids
 
 
 def _zero_non_finite_masked(inputs: PolicyInputs) -> PolicyInputs:

@@ -22,7 +22,14 @@ from composer_prime_plugin.errors import LossInputError
 from composer_prime_plugin.objectives import PolicyInputs
 from composer_prime_plugin.plugin import channel_one, check_sample
 from composer_trl_host.alignment import Pairs, paired_positions
-from composer_trl_host.reading import Reading, read_student, read_teacher
+from composer_trl_host.reading import (
+    Reading,
+    any_rank,
+    forwards_are_collective,
+    join_teacher,
+    read_student,
+    read_teacher,
+)
 from composer_trl_host.teachers import Teacher
 
 
@@ -113,11 +120,15 @@ def compose_loss(
     sdpo_sum = torch.zeros((), dtype=torch.float32, device=input_ids.device)
     tokens = sites = left_out = clipped = 0
     sources: dict[str, tuple[float, int]] = {}
+    # Where forwards are collective, a rank without a site runs the teacher's too.
+    shared = sdpo.active and forwards_are_collective(model)
+    teacher_runs = any_rank(has_sites, input_ids.device) if shared else has_sites
     if has_sites:
         pairs, left_out = paired_positions(input_ids, dict(batch), sdpo.strict)
         with autocast(), nullcontext(model) if teacher is None else teacher.reader(model) as reader:
             reading, start = read_teacher(reader, batch, student if teacher is None else None)
-        values, clip_flags = _divergence(student.reading, reading, start, pairs, sdpo)
+        log_ratio = _log_ratio(samples, batch) if sdpo.importance_cap is not None else None
+        values, clip_flags = _divergence(student.reading, reading, start, pairs, sdpo, input_ids, log_ratio)
         sdpo_sum = values.sum()
         tokens, clipped = values.numel(), int(clip_flags.sum())
         sites = int(pairs.site.unique().numel())
@@ -126,6 +137,10 @@ def compose_loss(
         if sdpo.normalization == "error_tokens":
             denominator = max(int(batch.get("num_error_tokens", tokens)), 1)
         loss = loss + weight * (sdpo_sum / denominator)
+    elif teacher_runs:
+        with autocast(), nullcontext(model) if teacher is None else teacher.reader(model) as reader:
+            if forwards_are_collective(reader):
+                join_teacher(reader, batch)
     return ComposedLoss(
         loss=loss,
         policy_sum=policy.detach(),
@@ -228,16 +243,41 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     return chosen - torch.logsumexp(logits, dim=-1)
 
 
+def _log_ratio(samples: Sequence[PolicyInputs], batch: Mapping[str, Any]) -> Tensor:
+    """``(B, T)`` trainer minus inference log-prob of every completion token, in nats, detached. 0, as
+    on-policy, for any other token: nobody knows what it was sampled with."""
+    per_token = torch.cat(
+        [sample.trainer_logprobs.detach() - sample.inference_logprobs for sample in samples]
+    )
+    zeros = torch.zeros(batch["input_ids"].shape, dtype=per_token.dtype, device=per_token.device)
+    return zeros.masked_scatter(batch["completion_mask"], per_token)
+
+
 def _divergence(
-    student: Reading, teacher: Reading, start: Tensor, pairs: Pairs, sdpo: SDPOConfig
+    student: Reading,
+    teacher: Reading,
+    start: Tensor,
+    pairs: Pairs,
+    sdpo: SDPOConfig,
+    input_ids: Tensor,
+    log_ratio: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``(N,)`` divergences of the pairs and whether the clip acted, read one position earlier.
-    ``start``: ``(S,)``, the column of each site's teacher sequence that the reading begins at."""
+    ``start``: ``(S,)``, the column of each site's teacher sequence that the reading begins at.
+    ``input_ids``, ``log_ratio``: ``(B, T)``, what the estimator may ask for."""
     teacher_column = pairs.teacher - 1 - start[pairs.site]
+    tokens = input_ids[pairs.row, pairs.student]
+    log_ratios = None if log_ratio is None else log_ratio[pairs.row, pairs.student]
 
     def rows(logits: Tensor, block: slice) -> Tensor:
         teacher_logits = teacher.block(pairs.site[block], teacher_column[block])
-        result = configured_divergence(logits, teacher_logits, sdpo)
+        result = configured_divergence(
+            logits,
+            teacher_logits,
+            sdpo,
+            tokens=tokens[block],
+            log_ratio=None if log_ratios is None else log_ratios[block],
+        )
         return torch.stack([result.values, result.clipped.to(result.values.dtype)], dim=-1)
 
     values, clipped = student.per_token(pairs.row, pairs.student - 1, rows, summed=True).unbind(dim=-1)

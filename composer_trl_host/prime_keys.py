@@ -9,7 +9,7 @@ up in ``HostSettings.unhonoured``. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -187,7 +187,13 @@ HONOURED: tuple[Honoured, ...] = (
         None,
         "longest completion of one turn in tokens; absent: what fits into `seq_len`",
     ),
-    _row("seed", "orchestrator.seed", SEED, 42, "`seed` of data, sampling and training"),
+    _row(
+        "seed",
+        "orchestrator.seed",
+        SEED,
+        42,
+        "`seed` of data, sampling and training; v0.5.0 has the key, later releases refuse it",
+    ),
     _row("optimizer", "trainer.optim.type", OPTIMIZER, "adamw", "`torch.optim.AdamW` or `torch.optim.SGD`"),
     _row("lr", "trainer.optim.lr", RATE, 1e-6, "`learning_rate`"),
     _row("beta1", "trainer.optim.betas1", BETA, 0.9, "`adam_beta1`"),
@@ -249,13 +255,29 @@ HONOURED: tuple[Honoured, ...] = (
         None,
         f"`WANDB_PROJECT`; a W&B table without it: {DEFAULT_WANDB_PROJECT}; no W&B table: no W&B",
     ),
+    _row(
+        "dry_run",
+        "dry_run",
+        FLAG,
+        False,
+        "`composer-rl run` writes the resolved configurations of both backends and starts nothing",
+    ),
 )
-"""Every setting the host takes. Two more are tables by themselves: ``trainer.model.ac`` switches
-activation checkpointing on (off where absent, although PRIME-RL has it on from v0.7.0), and
-``trainer.model.lora`` trains an adapter."""
+"""Every setting the host takes with a value."""
 
-TABLE_SWITCHES = ("trainer.model.ac", "trainer.model.lora", "ckpt", "trainer.ckpt", "orchestrator.ckpt")
 RESUME_TABLES = ("resume", "trainer.resume", "orchestrator.resume")
+CKPT_TABLES = ("ckpt", "trainer.ckpt", "orchestrator.ckpt")
+
+HONOURED_TABLES: Mapping[tuple[str, ...], str] = {
+    (
+        "trainer.model.ac",
+    ): "`gradient_checkpointing` of every layer; absent: off, although PRIME-RL has it on from v0.7.0",
+    ("trainer.model.lora",): "an adapter is trained; absent: the whole model",
+    RESUME_TABLES: "the latest checkpoint, where `step` is not set",
+    CKPT_TABLES: "nothing by itself: the host writes a checkpoint at the end anyway",
+    WANDB_TABLES: f"`report_to` W&B, with the project {DEFAULT_WANDB_PROJECT} where `project` is not set",
+}
+"""Tables that mean something by being there."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +296,7 @@ _CLUSTER = "the host runs where it is started, on one process or under accelerat
 _SHARDING = "the host shards with accelerate, not with PRIME-RL's trainer"
 _TRANSPORT = "the host trains and generates in one process, so nothing is sent"
 _ON_POLICY = "the host generates each batch with the weights that it then trains"
-_TASK = "the host takes its task from trl_host.environment"
+_TASK = "the host takes its one task from trl_host.environment, or recorded traces from trl_host.traces"
 _EVAL = "the host evaluates trl_host.heldout_rows at the start and the end"
 _NOT_POLICY = "tokens would be sampled from another distribution than the one that is trained"
 _ONE_MODEL = "the host generates with the weights that it trains"
@@ -318,7 +340,8 @@ def _wandb_rows(table: str) -> Iterator[NotHonoured]:
         "tags": "WANDB_TAGS",
         "offline": "WANDB_MODE",
     }.items():
-        yield NotHonoured(f"{table}.{leaf}", f"set the environment variable {variable} instead", (False,))
+        neutral = (False,) if leaf == "offline" else ()
+        yield NotHonoured(f"{table}.{leaf}", f"set the environment variable {variable} instead", neutral)
     if "." in table.removeprefix("monitors."):
         yield NotHonoured(f"{table}.name", ONE_NAME)
 
@@ -406,7 +429,6 @@ NOT_HONOURED: tuple[NotHonoured, ...] = (
     *_each("orchestrator.ckpt.wait_for_weights_timeout", _TRANSPORT),
     *_each("trainer.output_dir orchestrator.output_dir", _RUN_FOLDER),
     *_each("clean clean_output_dir", "the host deletes no folder", (False,)),
-    *_each("dry_run", "the host has no dry run; composer-rl route shows where a run would go", (False,)),
     *_each("bench trainer.bench orchestrator.bench", _BENCH, (False,)),
     *(row for table in WANDB_TABLES for row in _wandb_rows(table)),
     *_each("wandb.shared", "one process logs, so there is nothing to share", (True, False)),

@@ -137,6 +137,7 @@ def read_teacher(
 ) -> tuple[Reading, Tensor]:
     """The teacher's reading of every site, in eval mode, and the ``(S,)`` columns that its first token
     stands for: 0 for a whole sequence, the length of the shared prefix otherwise."""
+    model = _without_ddp(model)
     sites = batch["teacher_input_ids"].size(0)
     with _eval_mode(model):
         if student is not None and student.keys_values is not None and "teacher_prefix" in batch:
@@ -145,6 +146,25 @@ def read_teacher(
         start = torch.zeros(sites, dtype=torch.long, device=mask.device)
         reading = read_student(model, batch["teacher_input_ids"], mask, 0, keep_keys_values=False).reading
         return reading, start
+
+
+def forwards_are_collective(model: nn.Module) -> bool:
+    """Whether a forward of ``model`` waits for the other ranks, so that all must run as many of them."""
+    return _is_sharded(model) and torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether ``flag`` is set on some rank. A collective."""
+    found = torch.tensor([float(flag)], device=device)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return bool(found)
+
+
+@torch.no_grad()
+def join_teacher(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """The forward of ``read_teacher`` on a rank that has no site: the shards that other ranks wait for."""
+    with _eval_mode(model):
+        read_student(model, batch["input_ids"][:1], batch["attention_mask"][:1], 0, keep_keys_values=False)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -235,12 +255,21 @@ def _unwrap(model: nn.Module) -> Any:
             return inner
 
 
+def _without_ddp(model: nn.Module) -> Any:
+    """DDP broadcasts buffers in every forward, without gradient too: only what all ranks run may go through it."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model
+
+
 def _is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
+    # FSDP's parameters are whole, and no DTensors, between a forward of the root and its backward.
     return any(
-        isinstance(parameter, DTensor) for parameter in model.parameters()
-    ) or "FullyShardedDataParallel" in {type(module).__name__ for module in model.modules()}
+        isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()
+    ) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _can_share(model: nn.Module, decoder: nn.Module) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import shlex
 import warnings
@@ -39,12 +38,12 @@ from composer_trl_host.report import (
     print_summary,
     summarize,
 )
+from composer_trl_host.resolved import RESOLVED_FILE, resolved_json
 from composer_trl_host.rollout import RolloutRunner
 from composer_trl_host.schedule import lr_factor
 from composer_trl_host.settings import HostSettings
 from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
 
-RESOLVED_FILE = "config.json"
 _OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
 DEFAULT_SEQ_LEN = 2048
 """PRIME-RL's. Read only where neither ``seq_len`` nor a limit on a turn's tokens is set."""
@@ -450,14 +449,9 @@ def _quiet_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    for message in (".*gradient_checkpointing.* is deprecated.*", ".*lr_scheduler.step.*"):
+    for message in (
+        ".*gradient_checkpointing.* is deprecated.*",
+        ".*lr_scheduler.step.*",
+        ".*broadcast_buffers.* is deprecated.*",
+    ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def resolved_json(settings: HostSettings) -> str:
-    """The settings as JSON, the composer table with every default spelt out."""
-    fields = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
-    fields["config"] = settings.config.model_dump()
-    fields["lora"] = None if settings.lora is None else dataclasses.asdict(settings.lora)
-    fields["unhonoured"] = [str(item) for item in settings.unhonoured]
-    return json.dumps(fields, indent=2, default=str) + "\n"

@@ -16,11 +16,11 @@ from composer_trl_host.prime_keys import (
     DEFAULT_MAX_STEPS,
     DEFAULT_WANDB_PROJECT,
     HONOURED,
+    HONOURED_TABLES,
     MODEL_NAME_COPIES,
     NOT_HONOURED,
     ONE_NAME,
     RESUME_TABLES,
-    TABLE_SWITCHES,
     UNKNOWN,
     WANDB_TABLES,
     Honoured,
@@ -114,11 +114,7 @@ class HostSettings:
         disagree, and, with ``trl_host.strict``, for anything the host does not do."""
         reader = _Reader(run.document)
         unhonoured = reader.notes
-        if reader.leaves.get("dry_run"):
-            raise ConfigError(
-                f"dry_run must be false on the TRL host, which has none; found {reader.leaves['dry_run']!r}; "
-                "remove it and ask `composer-rl route` where the run goes"
-            )
+        reader.value("dry_run")  # the command line's; here its value is checked
         model_name = reader.value("model_name")
         max_steps = reader.value("max_steps")
         if max_steps is None:
@@ -197,10 +193,8 @@ _KEYS = (
     *(key for row in HONOURED for key in row.keys),
     *_KNOWN,
     *_OWN_TABLES,
-    *TABLE_SWITCHES,
-    *RESUME_TABLES,
+    *(table for tables in HONOURED_TABLES for table in tables),
     *(f"{table}.dir" for table in RESUME_TABLES),
-    *WANDB_TABLES,
 )
 _TABLES = frozenset(
     ".".join(key.split(".")[:depth]) for key in _KEYS for depth in range(1, key.count(".") + 1)
@@ -374,10 +368,14 @@ def _optimizer(reader: _Reader) -> tuple[Literal["adamw", "sgd"], tuple[float, f
             "trainer.optim.type", f"the host has adamw and sgd; it trains with adamw instead of {name}"
         )
         name = "adamw"
-    for field in ("momentum", "nesterov") if name == "adamw" else ("beta1", "beta2"):
+    unread = ("momentum", "nesterov") if name == "adamw" else ("beta1", "beta2")
+    for field in unread:
         reader.not_for(field, f'the optimizer "{name}"')
-    betas = (reader.value("beta1"), reader.value("beta2"))
-    return name, betas, reader.value("momentum"), reader.value("nesterov")
+    found = {field: reader.value(field) for field in ("beta1", "beta2", "momentum", "nesterov")}
+    # What the chosen type has not is checked and listed above, and is as if it were not set.
+    for field in unread:
+        found[field] = _ROWS[field].default
+    return name, (found["beta1"], found["beta2"]), found["momentum"], found["nesterov"]
 
 
 def _scheduler(

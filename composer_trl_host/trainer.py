@@ -20,9 +20,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import ConfigError
+from composer_trl_host._compat import load_root_adapter
 from composer_trl_host.alignment import ErrorSite, build_site_batch
 from composer_trl_host.compose import ComposedLoss, compose_loss
-from composer_trl_host.guards import FiniteGradients
+from composer_trl_host.guard_rules import StepFigures
+from composer_trl_host.guards import FiniteGradients, GuardWatch, StopOnGuard, load_guards, save_guards
+from composer_trl_host.non_finite import FiniteStop
 from composer_trl_host.reading import FUNCTIONAL_NOISE
 from composer_trl_host.rollout import Rollout, RolloutRunner
 from composer_trl_host.teachers import build_teacher, load_teacher, save_teacher
@@ -49,6 +52,9 @@ def make_dr_grpo_config(**overrides: Any) -> GRPOConfig:
         "disable_dropout": True,
         "remove_unused_columns": False,
         "report_to": "none",
+        # Buffers are equal on all ranks. Broadcasting them would make every forward one that all ranks must
+        # join, the teacher's of a rank with error sites too.
+        "ddp_broadcast_buffers": False,
     }
     settings.update(overrides)
     config = GRPOConfig(**settings)
@@ -115,6 +121,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         self._rows: list[dict[str, Any]] = []
         self._rollouts: list[Rollout] = []
         self._window: list[ComposedLoss] = []
+        self._window_batches: list[dict[str, Any]] = []
+        self._advantage_sums: list[Tensor] = []
         config = kwargs.get("args")
         if config is None:
             raise ConfigError("args must be given; found none; use make_dr_grpo_config(...)")
@@ -125,9 +133,16 @@ class ComposerGRPOTrainer(GRPOTrainer):
             kwargs.setdefault("reward_funcs", [episode_reward])
         super().__init__(*args, **kwargs)
         silence_functional_dropout(self.model)
-        self.add_callback(FiniteGradients())
+        self.add_callback(FiniteGradients(self._stop_for_gradient))
         self.teacher = build_teacher(self.model, composer_config.sdpo)
         self.add_callback(_AfterStep(self))
+        self.guards = GuardWatch(composer_config)
+        if not self.accelerator.is_main_process:
+            self.guards.say = lambda line: None
+        self.add_callback(StopOnGuard(self.guards))
+        self._finite = FiniteStop(
+            self.accelerator, Path(self.args.output_dir), composer_config, self._compose
+        )
 
     # Rollouts
 
@@ -150,7 +165,11 @@ class ComposerGRPOTrainer(GRPOTrainer):
 
     def sample_turns(self, contexts: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
         """One sampled turn per context, by TRL's generation with the live weights."""
-        turns, logprobs = self._generate_single_turn(contexts, None, {}, 1)
+        try:
+            turns, logprobs = self._generate_single_turn(contexts, None, {}, 1)
+        except RuntimeError:
+            self._finite.sampling(self.model, contexts, self.state.global_step + 1)
+            raise
         return turns, logprobs
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -191,11 +210,15 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
-            save_teacher(self.teacher, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            save_teacher(self.teacher, folder)
+            save_guards(self.guards, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_root_adapter(self.model, Path(resume_from_checkpoint))
         load_teacher(self.teacher, Path(resume_from_checkpoint))
+        load_guards(self.guards, Path(resume_from_checkpoint))
 
     # Counting
 
@@ -209,6 +232,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         if self._window_begins():
             window = self._buffered_inputs[index : index + steps]
             self._window_counts = self._global_counts(window)
+            self._window_batches = window
         inputs[COUNTS_KEY] = self._window_counts
         return inputs
 
@@ -232,18 +256,21 @@ class ComposerGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
-        result = compose_loss(
-            model,
-            self._batch(inputs),
-            self.composer_config,
-            teacher=self.teacher,
-            autocast=self.accelerator.autocast,
-        )
+        batch = self._batch(inputs)
+        result = self._finite.loss(model, batch)
         self._window.append(result)
+        self._advantage_sums.append(_advantage_sum(batch))
         if not training or self._window_ends():
             self._flush_metrics("train" if training else "eval", *inputs[COUNTS_KEY])
         # Ranks' gradients are averaged behind this; the counts are sums over ranks.
         return result.loss * self.accelerator.num_processes if training else result.loss
+
+    def _compose(self, model: Any, batch: Mapping[str, Any], config: ComposerConfig) -> ComposedLoss:
+        return compose_loss(model, batch, config, teacher=self.teacher, autocast=self.accelerator.autocast)
+
+    def _stop_for_gradient(self, found: str) -> None:
+        batches = [self._batch(inputs) for inputs in self._window_batches]
+        self._finite.gradient(self.model_wrapped, batches, found, self.state.global_step + 1)
 
     def _batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
         prompt_ids, completion_ids = inputs["prompt_ids"], inputs["completion_ids"]
@@ -295,6 +322,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
     def _flush_metrics(self, mode: str, loss_tokens: int, error_tokens: int) -> None:
         """Reduce the step's sums over micro-batches and ranks and hand them to TRL's buffers, once."""
         window, self._window = self._window, []
+        advantages, self._advantage_sums = self._advantage_sums, []
         sources = _merge_sources(window)
         names = sorted({name for part in gather_object([sorted(sources)]) for name in part})
         sums = [
@@ -305,11 +333,12 @@ class ComposerGRPOTrainer(GRPOTrainer):
             float(sum(part.sdpo_sites for part in window)),
             float(sum(part.sdpo_clipped for part in window)),
             float(sum(part.sites_left_out for part in window)),
+            sum(float(part) for part in advantages),
         ]
         for name in names:
             sums.extend(sources.get(name, (0.0, 0)))
         reduced = torch.tensor(sums, dtype=torch.float64, device=self.accelerator.device)
-        policy, kl, sdpo, tokens, sites, clipped, left_out, *rest = self.accelerator.reduce(
+        policy, kl, sdpo, tokens, sites, clipped, left_out, advantage, *rest = self.accelerator.reduce(
             reduced, reduction="sum"
         ).tolist()
         rl_tokens = max(loss_tokens, 1)
@@ -333,6 +362,20 @@ class ComposerGRPOTrainer(GRPOTrainer):
         for name, total, count in zip(names, rest[::2], rest[1::2], strict=True):
             metrics[f"sdpo/jsd/{name}"] = total / max(count, 1.0)
         metrics.update(self._policy_metrics(window))
+        if mode == "train":
+            figures = StepFigures(
+                step=self.state.global_step + 1,
+                weight=weight,
+                policy=policy / rl_tokens,
+                advantage=advantage / rl_tokens,
+                weighted=weighted,
+                divergence=sdpo,
+                tokens=tokens,
+                clipped=clipped,
+                sites=sites,
+                sources=dict(zip(names, zip(rest[::2], rest[1::2], strict=True), strict=True)),
+            )
+            metrics.update(self.guards.update(figures))
         for name, value in metrics.items():
             self._metrics[mode][name].append(value)
 
@@ -368,6 +411,14 @@ def _loss_mask(batch: Mapping[str, Any]) -> Tensor:
     return mask if tool_mask is None else mask & tool_mask.bool()
 
 
+def _advantage_sum(batch: Mapping[str, Any]) -> Tensor:
+    """``|advantage|`` summed over the trained tokens."""
+    mask, advantages = batch["response_mask"], batch["advantages"].abs()
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1).expand(mask.shape)
+    return torch.where(mask, advantages, torch.zeros_like(advantages)).sum()
+
+
 def _for_row(values: Tensor, prompt_ids: Tensor) -> Tensor:
     """Values per completion token as values per token of the row; values per row as they are."""
     if values.dim() == 1:
@@ -394,17 +445,11 @@ def silence_functional_dropout(model: Any) -> None:
 
 def refuse_unbuilt(config: ComposerConfig, plays_live: bool = True) -> None:
     """Raise ``ConfigError`` for options of the schema that this host does not have."""
-    sdpo = config.sdpo
-    unbuilt = {
-        "replay.weight": (config.replay.weight, 0.0),
-        "sdpo.estimator": (sdpo.estimator, "full"),
-    }
-    for name, (value, built) in unbuilt.items():
-        if value != built:
-            raise ConfigError(
-                f"{name} must be {built!r}: this version of the host has nothing else; found {value!r}"
-            )
-    if plays_live and sdpo.student_context == "placeholder":
+    if config.replay.weight != 0.0:
+        raise ConfigError(
+            f"replay.weight must be 0.0: this version of the host has nothing else; found {config.replay.weight!r}"
+        )
+    if plays_live and config.sdpo.student_context == "placeholder":
         raise ConfigError(
             "sdpo.student_context = 'placeholder' must come with trl_host.traces: a live rollout is trained as it was "
             "sampled; set student_context = 'raw'"

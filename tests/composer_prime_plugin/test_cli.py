@@ -16,7 +16,8 @@ import pytest
 
 from composer_prime_plugin import __version__, cli
 from composer_prime_plugin.contract import PRIME_LOSS_MODULE, BrokenPrimeRLError, LossContract
-from composer_prime_plugin.errors import ModelError
+from composer_prime_plugin.errors import ConfigError, ModelError
+from composer_prime_plugin.prime_schema import SchemaVerdict
 
 CHANNEL_ONE = """
 max_steps = 3
@@ -46,6 +47,7 @@ def prime_installed(monkeypatch) -> None:
 @pytest.fixture
 def prime_absent(monkeypatch) -> None:
     monkeypatch.setattr(cli, "_installed_contract", lambda: None)
+    monkeypatch.setattr(cli, "prime_is_importable", lambda: False)
 
 
 @pytest.fixture
@@ -135,7 +137,10 @@ def test_a_broken_prime_rl_is_one_sentence(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["fly", "@", "rl.toml"], "the first word must be a command, run, route or inspect; found 'fly'"),
+        (
+            ["fly", "@", "rl.toml"],
+            "the first word must be a command, run, route, inspect or export; found 'fly'",
+        ),
         (["@", "rl.toml"], "found '@'"),
         (["run"], "needs a TOML"),
         (["run", "@", "gone.toml"], "'gone.toml'"),
@@ -152,6 +157,54 @@ def test_bad_input_is_one_line_and_exit_code_2(folder, prime_absent, host, capsy
     captured = capsys.readouterr()
     assert part in only_line(captured.err)
     assert captured.out == ""
+    assert host == []
+
+
+@pytest.mark.parametrize(
+    ("verdict", "note"),
+    [
+        (SchemaVerdict(resolved={"max_steps": 3}), None),
+        (SchemaVerdict(unable="no such taskset"), "no such taskset"),
+    ],
+)
+def test_prime_rls_schema_is_asked_before_the_host_runs(
+    folder, prime_installed, host, monkeypatch, capsys, verdict, note
+):
+    asked: list = []
+    monkeypatch.setattr(cli, "prime_is_importable", lambda: True)
+    monkeypatch.setattr(cli, "check_with_prime", lambda document: asked.append(document) or verdict)
+    assert cli.main(["run", "@", "sdpo.toml"]) == 7
+    (run,) = host
+    assert asked == [run.document]
+    printed = capsys.readouterr().out
+    assert ("note:" in printed) == (note is not None)
+    assert (note or "") in printed
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["run", "@", "sdpo.toml"]) == 7
+    assert len(asked) == 1
+
+
+def test_what_prime_rls_schema_refuses_does_not_run(folder, prime_installed, host, monkeypatch, capsys):
+    def refuse(document):
+        raise ConfigError("PRIME-RL's own RLConfig must accept the TOML;\nit says: no")
+
+    monkeypatch.setattr(cli, "prime_is_importable", lambda: True)
+    monkeypatch.setattr(cli, "check_with_prime", refuse)
+    for words in (["sdpo.toml"], ["sdpo.toml", "--dry-run"], ["rl.toml", "--dry-run"]):
+        assert cli.main(["run", "@", *words]) == 2
+        assert only_line(capsys.readouterr().err).endswith("it says: no")
+    assert host == []
+    assert not (folder / "outputs").exists()
+
+
+def test_a_dry_run_starts_neither_backend(folder, prime_installed, host, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "prime_is_importable", lambda: True)
+    monkeypatch.setattr(cli, "check_with_prime", lambda document: SchemaVerdict(resolved={"a": 1}))
+    monkeypatch.setattr(cli, "_become_prime", lambda *words: pytest.fail("PRIME-RL was started"))
+    for name, backend in (("rl.toml", "prime-rl"), ("sdpo.toml", "trl-host")):
+        assert cli.main(["run", "@", name, "--dry-run", "--output-dir", f"out-{name}"]) == 0
+        assert capsys.readouterr().out.startswith(f"backend: {backend}\n")
+        assert json.loads((folder / f"out-{name}" / "configs" / "prime-rl.json").read_text()) == {"a": 1}
     assert host == []
 
 
@@ -198,11 +251,11 @@ def test_an_interrupt_says_how_to_go_on(folder, prime_absent, host, monkeypatch,
 def test_version_and_help(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"composer-rl {__version__}\n"
-    for words in (["--help"], ["run", "--help"], ["route", "@", "rl.toml", "-h"]):
+    for words in (["--help"], ["run", "--help"], ["route", "@", "rl.toml", "-h"], ["export", "--help"]):
         assert cli.main(words) == 0
         text = capsys.readouterr().out
         assert text.startswith("usage: composer-rl ")
-        assert "example:\n  composer-rl r" in text
+        assert "example:\n  composer-rl " in text
         assert max(map(len, text.splitlines())) <= 110
     assert cli.main([]) == 2
 

@@ -102,6 +102,46 @@ def test_top_k_must_be_given_where_it_is_used() -> None:
         SDPOConfig(estimator="top_k")
 
 
+@pytest.mark.parametrize(
+    ("sdpo", "words"),
+    [
+        (
+            {"top_k": 3},
+            r"top_k is read by estimator = .top_k. alone; found top_k = 3 with .full.; remove one",
+        ),
+        (
+            {"top_k_support": "teacher"},
+            r"top_k_support is read by .* alone; found top_k_support = .teacher. with .full.",
+        ),
+        (
+            {"top_k_tail": False, "estimator": "sampled", "jsd_beta": 1.0},
+            r"top_k_tail is read by .* alone; found top_k_tail = False with .sampled.; remove one",
+        ),
+        (
+            {"estimator": "top_k", "top_k": 1, "top_k_tail": False},
+            r"needs a top_k of at least 2: .* set sdpo\.top_k_tail = true or a larger sdpo\.top_k",
+        ),
+        (
+            {"estimator": "sampled"},
+            r"estimates reverse KL, which is jsd_beta = 1; found jsd_beta = 0\.5; set sdpo\.jsd_beta = 1",
+        ),
+        (
+            {"estimator": "sampled", "jsd_beta": 1, "token_clip": 0.5, "clip_mode": "entry"},
+            r"no vocabulary entries to clamp; .* set sdpo\.clip_mode = .token. or .rescale.",
+        ),
+        ({"importance_cap": 0}, "importance_cap"),
+    ],
+)
+def test_a_knob_without_its_estimator_says_what_to_set(sdpo: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        SDPOConfig(**sdpo)
+
+
+def test_a_table_with_every_default_written_out_is_valid() -> None:
+    for sdpo in (SDPOConfig(), SDPOConfig(estimator="sampled", jsd_beta=1.0)):
+        assert SDPOConfig(**sdpo.model_dump()) == sdpo
+
+
 def test_warm_up_is_linear_and_ends_at_the_weight() -> None:
     # 0.1 to 0.5 over 4 steps: 0.1, 0.2, 0.3, 0.4, then 0.5.
     sdpo = SDPOConfig(weight=0.5, weight_start=0.1, warmup_steps=4)

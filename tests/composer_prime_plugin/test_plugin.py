@@ -396,16 +396,80 @@ def test_the_finiteness_check_is_the_one_synchronization_beside_the_float_means(
     assert found.count == gathers + 1
 
 
-def test_an_estimator_that_does_not_exist_is_refused_not_ignored() -> None:
-    from composer_prime_plugin.config import SDPOConfig
-    from composer_prime_plugin.divergence import configured_divergence
-    from composer_prime_plugin.errors import ConfigError
+CARRIED = (*V0_8, "teacher_logits", "trainer_logits", "sdpo_mask", "token_ids")
 
-    logits = torch.zeros(2, 3)
-    with pytest.raises(ConfigError, match=r'sdpo\.estimator must be "full"'):
-        configured_divergence(logits, logits, SDPOConfig(weight=1.0, estimator="top_k", top_k=1))
-    with pytest.raises(ValidationError, match="top_k is read by estimator"):
-        SDPOConfig(top_k=3)
+
+def with_token_ids(**changes: Any) -> Any:
+    inputs = as_foreign(with_logits(), CARRIED, "ipo_loss_fn")
+    inputs.token_ids = torch.arange(12) % VOCABULARY
+    for name, value in changes.items():
+        setattr(inputs, name, value)
+    return inputs
+
+
+def log_softmax(row: list[float]) -> list[float]:
+    total = math.log(sum(math.exp(value) for value in row))
+    return [value - total for value in row]
+
+
+@pytest.mark.parametrize("cap", [None, 1.1])
+def test_the_sampled_estimator_and_the_cap_equal_a_plain_loop(cap: float | None) -> None:
+    inputs = with_token_ids()
+    sdpo = {"weight": 0.25, "estimator": "sampled", "jsd_beta": 1.0, "importance_cap": cap}
+    result = loss_fn(inputs, sdpo=sdpo)
+    result.loss.backward()
+    total, gradient = 0.0, torch.zeros(12, VOCABULARY)
+    for t in range(2, 12, 3):
+        token = int(inputs.token_ids[t])
+        log_p = log_softmax(inputs.trainer_logits[t].tolist())
+        gap = log_p[token] - log_softmax(inputs.teacher_logits[t].tolist())[token]
+        ratio = math.exp(number(inputs.trainer_logprobs[t]) - float(inputs.inference_logprobs[t]))
+        weight = 1.0 if cap is None else min(ratio, cap)
+        total += weight * gap
+        for i in range(VOCABULARY):
+            gradient[t, i] = 0.25 * weight * gap * ((i == token) - math.exp(log_p[i]))
+    assert float(result.metrics["loss/sdpo_weighted"]) == pytest.approx(0.25 * total, rel=CHANNEL_2_REL)
+    found = inputs.trainer_logits.grad
+    assert float((found - gradient).abs().max()) <= CHANNEL_2_REL * float(gradient.abs().max())
+
+
+@pytest.mark.parametrize("change", [{}, {"top_k": VOCABULARY, "estimator": "top_k"}])
+def test_the_cap_weighs_the_divergence_and_leaves_channel_1_alone(change: dict[str, Any]) -> None:
+    # Ratios 2 and 1/2 on the first two error tokens, 1 elsewhere; the cap of 1.5 acts on the first.
+    inputs = with_logits()
+    assert inputs.sdpo_mask is not None
+    inputs.sdpo_mask = inputs.sdpo_mask & (torch.arange(12) < 6)
+    shift = torch.zeros(12).index_put((torch.tensor([2, 5]),), torch.tensor([2.0, 0.5]).log())
+    inputs.inference_logprobs = inputs.trainer_logprobs.detach() - shift
+    first, second = (jsd_loop(inputs, [position == t for position in range(12)], 0.5)[0] for t in (2, 5))
+    result = loss_fn(inputs, sdpo={"weight": 1.0, "importance_cap": 1.5, **change})
+    expected = 1.5 * first + 0.5 * second
+    assert float(result.metrics["loss/sdpo_weighted"]) == pytest.approx(expected, rel=CHANNEL_2_REL)
+    channel_1 = loss_fn(dataclasses.replace(inputs, trainer_logits=None, teacher_logits=None))
+    assert number(result.loss) == pytest.approx(number(channel_1.loss) + expected, rel=CHANNEL_2_REL)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (None, "needs token_ids, the integer id of each of the 12 tokens; found None"),
+        (torch.zeros(12), r"found torch.float32 \(12,\)"),
+        (torch.zeros(11, dtype=torch.long), r"found torch.int64 \(11,\)"),
+        (torch.full((12,), VOCABULARY), r"must lie in \[0, 13\); found 13 to 13"),
+    ],
+)
+def test_token_ids_that_do_not_fit_are_named(ids: Any, words: str) -> None:
+    with pytest.raises(LossInputError, match=words):
+        loss_fn(with_token_ids(token_ids=ids), sdpo={"weight": 1.0, "estimator": "sampled", "jsd_beta": 1.0})
+
+
+def test_the_logits_are_read_in_place_and_not_gathered_by_the_mask() -> None:
+    """A gather would copy every error token's row of both sides."""
+    inputs = with_logits()
+    with _Synchronizations() as found:
+        plugin._channel_two(inputs, plugin.parse_kwargs({"sdpo": {"weight": 1.0}}).sdpo, 1.0)
+    # The positions of the mask, and whether the sum is finite.
+    assert found.count == 2
 
 
 @pytest.mark.parametrize("key", ["weight", "temperature"])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from composer_prime_plugin import ComposerConfig, LossInputs, loss_fn
+from composer_prime_plugin import ComposerConfig, LossInputs, blocks, loss_fn
+from composer_prime_plugin.config import SDPOConfig
 from composer_prime_plugin.errors import AlignmentError, LossInputError
+from composer_trl_host import head
 from composer_trl_host.alignment import ErrorSite, build_site_batch
 from composer_trl_host.compose import compose_loss
 
@@ -332,3 +336,159 @@ def test_padding_before_a_completion_token_is_refused(model):
     batch["attention_mask"][1, 3] = 0
     with pytest.raises(LossInputError, match="every completion token and the token before it must be real"):
         compose_loss(model, batch, config())
+
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, capped": {"importance_cap": 1.2},
+    "tail": {"estimator": "top_k", "top_k": 5, "jsd_beta": 0.3},
+    "no tail": {"estimator": "top_k", "top_k": 5, "top_k_tail": False, "jsd_beta": 0.0},
+    "teacher's": {"estimator": "top_k", "top_k": 5, "top_k_support": "teacher", "jsd_beta": 1.0},
+    "sampled": {"estimator": "sampled", "jsd_beta": 1.0},
+    "sampled, capped": {"estimator": "sampled", "jsd_beta": 1.0, "importance_cap": 1.2},
+}
+
+
+def spread(model: torch.nn.Module) -> torch.nn.Module:
+    """In float64 and not nearly uniform, so that supports and ratios differ."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model.double()
+
+
+def plain_divergence(student: Tensor, teacher: Tensor, token: int, ratio: Tensor, sdpo: SDPOConfig) -> Tensor:
+    """One position, written down with autograd."""
+    p, q = student.softmax(-1), teacher.softmax(-1)
+    weight = 1.0 if sdpo.importance_cap is None else ratio.detach().clamp(max=sdpo.importance_cap)
+    if sdpo.estimator == "sampled":
+        gap = (p[token] / q[token]).log().detach()
+        # The value is the gap, the gradient that of the gap times the log-prob.
+        return weight * (gap + gap * (p[token].log() - p[token].log().detach()))
+    if sdpo.estimator == "top_k":
+        chosen = (q if sdpo.top_k_support == "teacher" else p).argsort(descending=True)[: sdpo.top_k]
+        p, q = p[chosen], q[chosen]
+        if sdpo.top_k_tail:
+            p, q = (torch.cat([side, 1 - side.sum(0, keepdim=True)]) for side in (p, q))
+        else:
+            p, q = p / p.sum(), q / q.sum()
+    beta = sdpo.jsd_beta
+    if beta == 0.0:
+        return weight * (q * (q / p).log()).sum()
+    if beta == 1.0:
+        return weight * (p * (p / q).log()).sum()
+    m = (1 - beta) * p + beta * q
+    return weight * (beta * (q * (q / m).log()).sum() + (1 - beta) * (p * (p / m).log()).sum())
+
+
+def unpadded(model: torch.nn.Module, temperature: float = 1.0) -> list[dict[str, Any]]:
+    """Per row: the student's ``logits`` of its completion tokens, their ``ids``, ``logprobs`` at the sampling
+    temperature and ``inference`` log-probs; the ``teacher``'s logits and the ``mask`` of its error tokens."""
+    rows = []
+    for r in range(3):
+        prompt, ids = len(PROMPTS[r]), torch.tensor(PROMPTS[r] + COMPLETIONS[r])
+        logits = model(input_ids=ids[None]).logits[0, prompt - 1 : -1]
+        logprobs = log_softmax(logits / temperature, -1).gather(-1, ids[prompt:, None])[:, 0]
+        batch = make_batch()
+        teacher = torch.zeros_like(logits)
+        mask = torch.zeros(ids.numel() - prompt, dtype=torch.bool)
+        for s in SITES[r]:
+            hinted = torch.cat([ids[: s.splice_at], torch.tensor(s.hint_ids), ids[s.splice_at : s.stop]])
+            shift = len(s.hint_ids)
+            with torch.no_grad():
+                read = model(input_ids=hinted[None]).logits[0]
+            teacher[s.start - prompt : s.stop - prompt] = read[s.start + shift - 1 : s.stop + shift - 1]
+            mask[s.start - prompt : s.stop - prompt] = True
+        rows.append(
+            {
+                "logits": logits,
+                "ids": ids[prompt:],
+                "logprobs": logprobs,
+                "inference": batch["inference_logprobs"][r][batch["completion_mask"][r]],
+                "teacher": teacher,
+                "mask": mask,
+            }
+        )
+    return rows
+
+
+@pytest.fixture(params=["whole", "in blocks"])
+def blocks_of_four_and_two(request, monkeypatch):
+    if request.param == "in blocks":
+        monkeypatch.setattr(head, "CHUNK_ENTRIES", 4 * 264)
+        monkeypatch.setitem(blocks.BLOCK_ENTRIES, "cpu", 2 * 264)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_every_estimator_equals_plain_autograd_over_unpadded_sequences(
+    model, kind, temperature, blocks_of_four_and_two
+):
+    """The ratio is taken at the sampling temperature, the divergence at its own."""
+    model = spread(model)
+    settings = ComposerConfig(
+        policy={"adv_tau": 0.0, "kl_tau": 0.0}, sdpo={"weight": 1.0, **ESTIMATORS[kind]}
+    )
+    result = compose_loss(model, {**make_batch(), "temperature": temperature}, settings)
+    wanted = torch.zeros((), dtype=torch.float64)
+    ratios = []
+    for row in unpadded(model, temperature):
+        for t in row["mask"].nonzero().flatten().tolist():
+            ratios.append((row["logprobs"][t] - row["inference"][t]).exp())
+            wanted = wanted + plain_divergence(
+                row["logits"][t], row["teacher"][t], int(row["ids"][t]), ratios[-1], settings.sdpo
+            )
+    # The cap acts on some and not on others.
+    assert min(ratios) < 1.2 < max(ratios)
+    torch.testing.assert_close(result.sdpo_sum, wanted.detach(), rtol=RTOL64, atol=0)
+    torch.testing.assert_close(
+        gradient(model, result.loss), gradient(model, wanted / 12), rtol=1e-7, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_both_hosts_agree_on_every_estimator(model, kind, blocks_of_four_and_two):
+    model = spread(model)
+    kwargs = {"policy": {"objective": "dr_grpo"}, "sdpo": {"weight": 0.5, **ESTIMATORS[kind]}}
+    host = compose_loss(model, make_batch(), ComposerConfig(**kwargs))
+    total = torch.zeros((), dtype=torch.float64)
+    divergence = 0.0
+    for r, row in enumerate(unpadded(model)):
+        sample = _SampleWithIds(
+            trainer_logprobs=row["logprobs"],
+            inference_logprobs=row["inference"],
+            ref_logprobs=None,
+            advantages=torch.full_like(row["inference"], ADVANTAGES[r]),
+            loss_mask=torch.tensor(SAMPLED[r]).bool(),
+            trainer_logits=row["logits"],
+            teacher_logits=row["teacher"],
+            sdpo_mask=row["mask"],
+            token_ids=row["ids"],
+        )
+        out = loss_fn(sample, **kwargs)
+        total = total + out.loss
+        divergence += float(out.metrics["loss/sdpo_weighted"]) / 0.5
+    assert math.isclose(divergence, float(host.sdpo_sum), rel_tol=1e-6)
+    torch.testing.assert_close(host.loss, total / 12, rtol=RTOL64, atol=0)
+    torch.testing.assert_close(gradient(model, host.loss), gradient(model, total / 12), rtol=1e-7, atol=1e-12)
+
+
+@dataclass
+class _SampleWithIds(LossInputs):
+    """What a trainer must hand over for the sampled-token estimator."""
+
+    token_ids: Tensor | None = None
+
+
+def test_a_row_of_unknown_log_probs_has_a_ratio_of_one(model):
+    model = spread(model)
+    plain = compose_loss(model, make_batch(), config())
+    known = compose_loss(model, make_batch(), config(importance_cap=1.2))
+    capped = compose_loss(model, make_batch(with_inference=False), config(importance_cap=1.2))
+    torch.testing.assert_close(capped.sdpo_sum, plain.sdpo_sum, rtol=RTOL64, atol=0)
+    assert abs(float(known.sdpo_sum / plain.sdpo_sum) - 1) > 1e-2
+    # Row 0, the only one with a site of source b, is known; row 2 is not.
+    some = {**make_batch(), "logprobs_known": torch.tensor([True, True, False])}
+    mixed = compose_loss(model, some, config(importance_cap=1.2))
+    assert math.isclose(mixed.sources["b"][0], known.sources["b"][0], rel_tol=1e-6)
+    assert not math.isclose(mixed.sources["a"][0], known.sources["a"][0], rel_tol=1e-3)

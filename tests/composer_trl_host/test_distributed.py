@@ -1,4 +1,4 @@
-"""Two processes with gloo on this machine: the same gradient as one, and nobody left waiting."""
+"""Two processes with gloo on this machine: the gradient and the figures of one, and nobody left waiting."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from composer_trl_host.compose import compose_loss
+from . import distributed_worker, test_splits
+from .distributed_worker import SPLITS
 
-from .distributed_worker import ROWS as CASES
-from .test_compose import config, gradient, make_batch
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
-SECONDS = 120
-"""Every case ends within seconds; one that waits for another rank is killed here."""
+SECONDS = 480
+"""For all cases of a launch, most of it for starting. The worker ends each case by itself."""
 
 
 def launch(case: str, tmp_path: Path, port: int) -> dict:
@@ -79,24 +81,47 @@ def free_port() -> int:
     return port
 
 
-@pytest.fixture(scope="module")
-def gradients(tmp_path_factory) -> dict:
-    """Every case in one launch: starting two interpreters costs more than the cases."""
-    return launch("gradients", tmp_path_factory.mktemp("gradients"), free_port())
+@cache
+def launched(backend: str) -> tuple[dict, str]:
+    """Every case of ``SPLITS`` in one launch, since starting two interpreters costs more than the cases:
+    the results of those that ended, and what the ranks printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return launch(backend, Path(folder), free_port()), ""
+        except (AssertionError, pytest.fail.Exception) as error:
+            out = Path(folder) / "result.pt"
+            return torch.load(out, weights_only=True) if out.exists() else {}, str(error)
 
 
-@pytest.mark.parametrize("normalization", ["loss_tokens", "error_tokens"])
-@pytest.mark.parametrize("case", CASES)
-def test_ddp_gives_the_gradient_of_one_process(model, gradients, case, normalization):
-    model = model.double()
-    batch = make_batch(with_sites=case != "no site")
-    if case == "a masked rank":
-        batch["response_mask"][2] = False
-    counts = {"num_loss_tokens": 12, "num_error_tokens": 7}
-    wanted = gradient(
-        model, compose_loss(model, {**batch, **counts}, config(normalization=normalization)).loss
+@cache
+def one_process(*case) -> tuple[torch.Tensor, dict[str, float]]:
+    return test_splits.one_process(*case, (tuple(range(test_splits.ROWS)),))
+
+
+# The first case of a backend waits for its launch.
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("case", SPLITS)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_two_ranks_give_the_gradient_and_the_figures_of_one_process(backend, case):
+    results, printed = launched(backend)
+    if case not in results:
+        pytest.fail(
+            f"{case!r} under {backend} did not end within {distributed_worker.CASE_SECONDS} s, or comes behind the case "
+            f"that did not:\n{printed}"
+        )
+    split = SPLITS[case]
+    wanted, sums = one_process(split.objective, split.normalization, split.adapter, split.with_sites)
+    torch.testing.assert_close(
+        results[case]["gradient"], wanted, rtol=test_splits.RTOL, atol=test_splits.ATOL
     )
-    torch.testing.assert_close(gradients[f"{normalization}:{case}"], wanted, rtol=1e-6, atol=1e-14)
+    assert results[case]["figures"] == pytest.approx(sums, rel=test_splits.RTOL, abs=test_splits.ATOL)
+
+
+def test_the_ranks_cuts_cover_every_row_once():
+    for split in SPLITS.values():
+        rows = sorted(row for rank in split.cut for part in rank for row in part)
+        assert rows == list(range(test_splits.ROWS))
+        assert len({len(rank) for rank in split.cut}) == 1
 
 
 def test_the_trainer_runs_on_two_ranks_and_logs_global_sums(tmp_path):

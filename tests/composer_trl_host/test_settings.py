@@ -297,7 +297,7 @@ def test_one_key_one_setting(text, field, value):
         ("ckpt.interval = 0", ["ckpt.interval must be"]),
         ("ckpt.resume_step = -2", ["ckpt.resume_step must be a whole number of at least -1"]),
         ('resume.dir = "x/step_5"', ["resume.dir must not be set on the TRL host", "set resume.step"]),
-        ("dry_run = true", ["dry_run must be false", "composer-rl route"]),
+        ('dry_run = "maybe"', ["dry_run must be true or false", "'maybe'"]),
         (
             "seq_len = 64\ntrainer.model.seq_len = 32",
             ["trainer.model.seq_len must be at least seq_len", "32 and 64"],
@@ -476,7 +476,7 @@ def test_the_tables_fit_each_other_and_the_settings():
     assert not set(keys) & set(known)
     rows = {row.field for row in HONOURED}
     fields = {item.name for item in dataclasses.fields(HostSettings)}
-    parts = {"beta1", "beta2", "run_folder", "wandb_name"}
+    parts = {"beta1", "beta2", "run_folder", "wandb_name", "dry_run"}
     assert {name for name in rows if "." not in name} - parts <= fields
     derived = {"betas", "lora", "gradient_checkpointing", "run_dir", "config", "base_dir", "unhonoured"}
     assert fields - rows == derived
@@ -493,9 +493,19 @@ def test_every_default_is_a_value_that_its_row_takes():
         assert row.kind.read("key", tomllib.loads(f"x = {row.kind.example}")["x"]) is not None
 
 
+def test_what_the_chosen_optimizer_has_not_is_as_if_it_were_not_set():
+    adamw, plain = (settings_of(f"max_steps = 9\n{text}") for text in ("trainer.optim.momentum = 0.5", ""))
+    assert (adamw.momentum, adamw.betas) == (plain.momentum, plain.betas) == (0.9, (0.9, 0.999))
+    assert [item.key for item in adamw.unhonoured] == ["trainer.optim.momentum"]
+
+
+def test_a_dry_run_asks_for_nothing_the_host_does_not_do():
+    assert listed("dry_run = true") == {}
+
+
 def test_settings_import_no_torch():
     code = (
-        "import sys, composer_trl_host.settings\n"
+        "import sys, composer_trl_host.settings, composer_trl_host.dry_run\n"
         "heavy = {'torch', 'trl', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

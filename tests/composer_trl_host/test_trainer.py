@@ -15,7 +15,7 @@ from composer_prime_plugin import ComposerConfig
 from composer_prime_plugin.errors import ConfigError, LossInputError
 from composer_trl_host.chat import Chat
 from composer_trl_host.rollout import RolloutRunner
-from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
+from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config, refuse_unbuilt
 
 from .fakes import PasswordEnvironment
 
@@ -202,7 +202,6 @@ def test_dr_grpo_advantages_are_rewards_minus_the_group_mean(model, tokenizer, t
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"sdpo": {"estimator": "sampled"}}, "sdpo.estimator must be 'full'"),
         ({"sdpo": {"student_context": "placeholder"}}, "'placeholder' must come with trl_host.traces"),
         ({"replay": {"weight": 0.1}}, "replay.weight must be 0.0"),
     ],
@@ -210,6 +209,17 @@ def test_dr_grpo_advantages_are_rewards_minus_the_group_mean(model, tokenizer, t
 def test_what_the_host_does_not_have_is_refused(model, tokenizer, tmp_path, table, message):
     with pytest.raises(ConfigError, match=message):
         build(model, tokenizer, tmp_path, config=ComposerConfig(**table))
+
+
+@pytest.mark.parametrize(
+    "sdpo",
+    [
+        {"estimator": "sampled", "jsd_beta": 1.0, "importance_cap": 2.0},
+        {"estimator": "top_k", "top_k": 100, "top_k_support": "teacher", "top_k_tail": False},
+    ],
+)
+def test_every_estimator_of_the_schema_is_built(sdpo):
+    refuse_unbuilt(ComposerConfig(sdpo=sdpo))
 
 
 def test_what_is_touched_of_trl_is_there():
