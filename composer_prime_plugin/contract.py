@@ -22,6 +22,7 @@ from torch import Tensor
 PRIME_LOSS_MODULE = "prime_rl.trainer.rl.loss"
 LOGIT_FIELDS = ("teacher_logits", "trainer_logits")
 STEP_FIELD = "step"
+TOKENS_FIELD = "token_ids"
 UNVERSIONED = "of unknown version"
 
 IpoForm = Literal["two_thresholds", "one_threshold"]
@@ -48,6 +49,7 @@ class LossInputs:
     teacher_logits: Tensor | None = None
     sdpo_mask: Tensor | None = None
     step: int | None = None
+    token_ids: Tensor | None = None
 
 
 @dataclass
@@ -143,6 +145,11 @@ class LossContract:
     def has_logits(self) -> bool:
         """Whether channel 2 can run on this contract."""
         return not self.missing_logits
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the sample's token ids are handed over, as the sampled estimator needs."""
+        return TOKENS_FIELD in self.fields
 
     @property
     def has_step(self) -> bool:

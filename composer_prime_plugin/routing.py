@@ -75,8 +75,12 @@ def host_only_reasons(config: ComposerConfig, contract: LossContract | None) -> 
     sdpo = config.sdpo
     if config.replay.weight > 0:
         reasons.append(f"replay.weight = {config.replay.weight}: only the TRL host can replay traces")
+    if config.trl_host.traces is not None:
+        reasons.append("trl_host.traces trains on recorded traces, which only the TRL host can do")
     if not sdpo.active:
         return reasons
+    if sdpo.estimator == "sampled" and not (contract is not None and contract.has_tokens):
+        reasons.append('sdpo.estimator = "sampled" needs the token ids, which a custom loss is not given')
     if sdpo.normalization == "error_tokens":
         reasons.append(
             'sdpo.normalization = "error_tokens" divides by the error tokens of all ranks; PRIME-RL divides '
@@ -109,6 +113,8 @@ def sdpo_unavailable(config: ComposerConfig, contract: LossContract) -> SDPOUnav
         what.append('sdpo.normalization = "error_tokens" needs counts over all ranks')
     if config.sdpo.warmup_steps > 0 and not contract.has_step:
         what.append(f"sdpo.warmup_steps = {config.sdpo.warmup_steps} needs a step in LossInputs")
+    if config.sdpo.estimator == "sampled" and not contract.has_tokens:
+        what.append('sdpo.estimator = "sampled" needs token_ids in LossInputs')
     if not what:
         return None
     version = contract.version or "not installed"

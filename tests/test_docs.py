@@ -14,7 +14,7 @@ from composer_prime_plugin.runfile import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-TOMLS = sorted((ROOT / "examples").rglob("*.toml"))
+TOMLS = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.name != "pyproject.toml")
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -16,6 +16,8 @@ PLAIN_FIELDS = frozenset({"trainer_logprobs", "inference_logprobs", "advantages"
 PLAIN = LossContract(fields=PLAIN_FIELDS, version="0.8.0")
 TEACHER_LOGITS_ALONE = LossContract(fields=PLAIN_FIELDS | {"teacher_logits"}, version="0.9.0")
 LOGITS = LossContract(fields=PLAIN_FIELDS | {"teacher_logits", "trainer_logits"}, version="1.0.0")
+LOGITS_AND_TOKENS = LossContract(fields=LOGITS.fields | {"token_ids"}, version="1.2.0")
+SAMPLED = {"sdpo": {"weight": 0.1, "estimator": "sampled", "jsd_beta": 1.0}}
 LOGITS_AND_STEP = LossContract(fields=LOGITS.fields | {"step"}, version="1.1.0")
 
 OFF: dict[str, object] = {}
@@ -38,6 +40,17 @@ REPLAY = {"replay": {"weight": 0.5}}
         pytest.param(ON, TEACHER_LOGITS_ALONE, "trl-host", "has no trainer_logits", id="on-half-the-logits"),
         pytest.param(ON, LOGITS, "prime-rl", "hands over full logits", id="on-logits"),
         pytest.param(WARMUP, LOGITS, "trl-host", "sdpo.warmup_steps = 5", id="warmup-no-step"),
+        pytest.param(
+            SAMPLED, LOGITS, "trl-host", 'estimator = "sampled" needs the token ids', id="sampled-no-tokens"
+        ),
+        pytest.param(SAMPLED, LOGITS_AND_TOKENS, "prime-rl", "hands over full logits", id="sampled-tokens"),
+        pytest.param(
+            {"trl_host": {"traces": "t.jsonl"}},
+            PLAIN,
+            "trl-host",
+            "trl_host.traces trains on recorded",
+            id="traces",
+        ),
         pytest.param(WARMUP, LOGITS_AND_STEP, "prime-rl", "hands over full logits", id="warmup-step"),
         pytest.param(ERROR_TOKENS, LOGITS_AND_STEP, "trl-host", "error_tokens", id="error-tokens"),
         pytest.param(HINTED, LOGITS_AND_STEP, "trl-host", "trl_host.environment generates hints", id="hints"),
