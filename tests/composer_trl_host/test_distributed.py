@@ -16,7 +16,9 @@ import torch
 from . import distributed_worker, test_splits
 from .distributed_worker import SPLITS
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
+)
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 SECONDS = 480

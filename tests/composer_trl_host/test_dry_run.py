@@ -301,5 +301,5 @@ def test_any_table_comes_back_from_its_toml(document):
 
 def test_a_config_that_no_run_wrote_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"lr": 1}')
-    with pytest.raises(ConfigError, match="must be the config.json that a run wrote"):
+    with pytest.raises(ConfigError, match=r"must be the config\.json that a run wrote"):
         read_resolved(tmp_path / "config.json")

@@ -231,7 +231,7 @@ def test_what_cannot_be_exported_says_why(run_folder, model, tokenizer):
     with pytest.raises(ValueError, match=r"must hold model\*.safetensors"):
         export.export(found, run_folder / "to", merge_lora=False)
     (path / "trainer_state.json").unlink()
-    with pytest.raises(ConfigError, match="no trainer_state.json"):
+    with pytest.raises(ConfigError, match=r"no trainer_state\.json"):
         export.find_checkpoint(path)
     assert not (run_folder / "to").exists()
 
