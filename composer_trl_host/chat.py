@@ -18,6 +18,9 @@ from composer_prime_plugin.config import HintRole
 from composer_prime_plugin.errors import ModelError
 from composer_trl_host.hints import Message
 
+_OWN_MARKS = re.compile(r"</?(think|thinking|tool_call|tool_calls)>")
+"""Control tokens that a turn of the model may hold as its own: templates look for them in its text."""
+
 _HINT_ROLES: dict[HintRole, str] = {"system": "system", "user": "user", "tool_result": "tool"}
 
 
@@ -59,15 +62,27 @@ class Chat:
         return every, _any_of(self._control.keys() & own)
 
     def _turn_marks(self, control: re.Pattern[str]) -> set[str]:
-        """The control tokens that open and end a turn of the model, special or not."""
-        user, reply = {"role": "user", "content": "xqu"}, {"role": "assistant", "content": "xqa"}
-        try:
-            text = self.tokenizer.apply_chat_template([user, reply], tokenize=False)
-        except Exception:
-            return set()  # whoever renders with this template is told why
-        _, _, rest = str(text).rpartition("xqu")
-        between, _, tail = rest.partition("xqa")
-        return {*control.findall(between)[:2], *control.findall(tail)[:1]}
+        """The control tokens that the template writes around messages, special or not, but for those that it
+        looks for in a turn of the model itself."""
+        user, reply = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+        call = {"id": "a" * 9, "type": "function", "function": {"name": "x", "arguments": {"x": "x"}}}
+        result = {"role": "tool", "content": "x", "tool_call_id": "a" * 9, "name": "x"}
+        conversations: list[list[Message]] = [
+            [user, reply, user, reply],
+            [{"role": "system", "content": "x"}, user, reply],
+            [user, {**reply, "tool_calls": [call]}, result, reply],
+        ]
+        found: set[str] = set()
+        for conversation in conversations:
+            for prompt in (False, True):
+                try:
+                    text = self.tokenizer.apply_chat_template(
+                        conversation, tokenize=False, add_generation_prompt=prompt
+                    )
+                except Exception:
+                    continue  # a template refuses what it has no place for; whoever needs it is told why
+                found.update(control.findall(str(text)))
+        return {mark for mark in found if not _OWN_MARKS.fullmatch(mark)}
 
     @property
     def control_pattern(self) -> re.Pattern[str]:
@@ -76,7 +91,7 @@ class Chat:
 
     def text_ids(self, text: str) -> list[int]:
         """Ids of text that is data: control tokens' spellings in it stay ordinary text."""
-        text = _encodable(text)
+        text = encodable(text)
         pieces: list[str] = []
         start = 0
         for match in self._patterns[0].finditer(text):
@@ -196,21 +211,22 @@ class Chat:
 
         def protect(value: Any, pattern: re.Pattern[str]) -> Any:
             if isinstance(value, str):
-                return pattern.sub(stand_in, _encodable(value))
+                return pattern.sub(stand_in, encodable(value))
             if isinstance(value, list | tuple):
                 return [protect(item, pattern) for item in value]
             if isinstance(value, dict):
-                return {
-                    protect(k, pattern): v if k in ("role", "type") else protect(v, pattern)
-                    for k, v in value.items()
-                }
+                return {protect(k, pattern): protect(v, pattern) for k, v in value.items()}
             return value
 
-        safe = [
-            protect(message, self._patterns[1 if message.get("role") == "assistant" else 0])
-            for message in messages
-        ]
-        given = {"tools": protect(list(tools), self._patterns[0])} if tools else {}
+        def protect_message(message: Message) -> Message:
+            pattern = self._patterns[1 if message.get("role") == "assistant" else 0]
+            return {k: v if k == "role" else protect(v, pattern) for k, v in message.items()}
+
+        try:
+            safe = [protect_message(message) for message in messages]
+            given = {"tools": protect(list(tools), self._patterns[0])} if tools else {}
+        except RecursionError as error:
+            raise ModelError("a message must not be nested hundreds of levels deep; leave it out") from error
         try:
             text = self.tokenizer.apply_chat_template(
                 safe, add_generation_prompt=add_generation_prompt, tokenize=False, **given
@@ -235,7 +251,8 @@ class Chat:
         """``text`` cut at its stand-ins: what the template wrote, to be encoded, and the ids of what is data."""
         if not spelled:
             return [text] if text else []
-        pieces = re.split("(" + "|".join(map(re.escape, spelled)) + ")", text)
+        nonce = next(iter(spelled)).removesuffix("0z")
+        pieces = re.split(f"({re.escape(nonce)}\\d+z)", text)
         return [self.text_ids(spelled[piece]) if piece in spelled else piece for piece in pieces if piece]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -252,14 +269,17 @@ def _any_of(spellings: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """``text`` with lone surrogates, which no tokenizer takes, as the replacement character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def unused_nonce(messages: Sequence[Message]) -> str:
+def unused_nonce(messages: Sequence[Any]) -> str:
     """The start of a stand-in that no message holds, so that none can be forged."""
-    everything = repr(messages)
+    try:
+        everything = repr(messages)
+    except RecursionError as error:
+        raise ModelError("a message must not be nested hundreds of levels deep; leave it out") from error
     number = 0
     while (nonce := f"xqzj{number}jzqx") in everything:
         number += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +24,9 @@ class TraceRow:
 
     ``ids``: the tokens. ``prompt_length``: those before the first turn of the model. ``sampled``: per
     token, True in a turn of the model. ``trained``: per token, True where channel 1 trains it; each
-    token of a trace is trained in one row at most. ``advantages``, ``logprobs``: per token, 0 outside
-    trained tokens; ``logprobs`` is None where the trace has none. ``site_turns``: the turn of each site.
+    token of a trace is trained in one row at most. ``advantages``: per token, 0 where it is not trained;
+    ``logprobs``: per token, 0 where it is not sampled, None where the trace has none. ``site_turns``: the
+    turn of each site.
     """
 
     trace_id: str
@@ -97,13 +99,23 @@ def trace_of(feature: Trace | Mapping[str, Any]) -> tuple[Trace, float | None]:
         )
     value = feature["trace"]
     if isinstance(value, Trace):
-        return value, feature.get("advantage")
+        return value, _advantage(feature)
     try:
-        return _TRACE.validate_json(value), feature.get("advantage")
-    except ValidationError as error:
-        raise TaskError(
-            f"a row's trace must be what collation.to_row wrote; found {error.errors()[0]['msg']}"
-        ) from error
+        # Not validate_json, which refuses the lone surrogates that a transcript may hold.
+        trace = _TRACE.validate_python(json.loads(value))
+    except (ValidationError, ValueError, TypeError) as error:
+        found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise TaskError(f"a row's trace must be what collation.to_row wrote; found {found}") from error
+    return trace, _advantage(feature)
+
+
+def _advantage(feature: Mapping[str, Any]) -> float | None:
+    value = feature.get("advantage")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TaskError(f"a row's advantage must be a finite number or None; found {value!r}")
+    return float(value)
 
 
 _TRACE = TypeAdapter(Trace)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -96,6 +98,12 @@ class ComposerDataCollator:
             return self._close([], [self._dropped(trace, turn, None, str(rendered)) for turn in turns])
         for note in rendered.notes:
             self.report.notes[note] += 1
+        if not _is_recorded(trace) and any(turn.tokens is not None for turn in trace.turns):
+            self.report.notes["token ids on some turns alone: the trace was rendered instead"] += 1
+        not_ours = {
+            number for number, turn in enumerate(trace.turns) if turn.role == "assistant" and not turn.sampled
+        }
+        rendered = dataclasses.replace(rendered, foreign=rendered.foreign | not_ours)
         outcomes: dict[int, SiteOutcome] = {}
         splices: dict[int, Splice] = {}
         for turn in turns:
@@ -115,6 +123,8 @@ class ComposerDataCollator:
         if not rendered.spans:
             self.report.notes["trace left out: it has no turn of the model"] += 1
         trained = sum(window.stop - window.start for window in windows if window.trains)
+        if rendered.spans and not windows and not unfit:
+            self.report.notes["trace left out: its first turn does not fit seq_len"] += 1
         if windows and trained < len(rendered.ids):
             self.report.notes["trace cut: channel 1 trains its beginning alone"] += 1
         rows: list[TraceRow] = []
@@ -175,6 +185,8 @@ class ComposerDataCollator:
             hint = self._hint(context)
         except Exception as error:
             return None, f"the hint generator failed with {type(error).__name__}"
+        if hint is not None and not (isinstance(hint, Hint) and isinstance(hint.text, str)):
+            return None, f"the hint generator gave {type(hint).__name__}, no Hint with a text"
         return (hint, "") if hint is not None and hint.text.strip() else (None, "no hint for this error")
 
     def _dropped(
@@ -371,6 +383,10 @@ def group_advantages(traces: Sequence[Trace]) -> list[float | None]:
     rollout count once in the mean. None where the trace has no reward or its group no second rollout."""
     groups: dict[str, dict[str, float]] = {}
     for number, trace in enumerate(traces):
+        if trace.reward is not None and not math.isfinite(trace.reward):
+            raise TaskError(
+                f"a reward must be a finite number; found {trace.reward} in trace {trace.id}; leave it out"
+            )
         if trace.reward is not None and trace.group_id is not None:
             groups.setdefault(trace.group_id, {})[trace.rollout or f"#{number}"] = trace.reward
     result: list[float | None] = []

@@ -2,8 +2,10 @@
 
 The chat template renders the whole conversation; control tokens that only the template can write
 show where turns begin and end, since message text never becomes one. A template that rewrites
-history (drops earlier thinking, joins tool results) is read as it came out, never re-rendered in
-parts. Each turn is then encoded by itself, as it would have been sampled behind its prompt.
+history (drops earlier thinking, joins tool results) is read as it came out. Every cut must hold what its
+message says; where the marks do not give such cuts, and the template only appends, the borders are those of
+the conversation's beginnings. The text is encoded whole and cut at the borders; only where a token would
+reach over one is each piece encoded by itself, as it would have been sampled behind its prompt.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from composer_prime_plugin.errors import ModelError
-from composer_trl_host.chat import Chat, unused_nonce
+from composer_trl_host.chat import Chat, encodable, unused_nonce
+from composer_trl_host.hints import Message
 from composer_trl_host.trace_messages import Abilities, Written, write_messages
 from composer_trl_host.traces.model import Trace
 
@@ -50,14 +54,24 @@ class Refused(Exception):
     """Why a trace has no rendering."""
 
 
+_COMPARED = 60
+"""Characters of a turn's end that must stand in the cut that is taken for it."""
+_NOT_FOUND = (
+    "the turns of the model cannot be told apart in the chat template's rendering; hand over a renderer of the "
+    "renderers package that knows the model"
+)
+
+
 @dataclass(frozen=True)
 class _Frame:
     """How a template marks a turn of the model: ``opening`` matches the text before it, all of which is
-    generation prompt where ``opens_with_prompt``; ``ending`` is the control token behind it."""
+    generation prompt where ``opens_with_prompt``; ``ending`` matches the control tokens that end one;
+    ``message``: the control token that opens any message, which no turn holds (None: there is none)."""
 
     opening: re.Pattern[str]
     opens_with_prompt: bool
-    ending: str
+    ending: re.Pattern[str]
+    message: str | None
 
 
 class TemplateRenderer:
@@ -80,29 +94,45 @@ class TemplateRenderer:
     def render(self, traces: Sequence[Trace]) -> list[RenderedTrace | Refused]:
         """One rendering per trace, in order, all encoded in one call."""
         texts = [self._text(trace) for trace in traces]
-        cut = [
-            [self.chat.parts(piece, text.spelled) for piece in text.pieces]
-            for text in texts
-            if isinstance(text, _Text)
-        ]
-        plain = [part for pieces in cut for parts in pieces for part in parts if isinstance(part, str)]
-        encoded = iter(self.chat.encode(plain))
-        pieces_of = iter(cut)
+        whole = [text for text in texts if isinstance(text, _Text) and not text.spelled]
+        encoded = iter(self._encode([text.text for text in whole]))
         return [
-            text.rendered(
-                [
-                    [i for part in parts for i in (next(encoded) if isinstance(part, str) else part)]
-                    for parts in next(pieces_of)
-                ]
-            )
-            if isinstance(text, _Text)
-            else text
+            text
+            if isinstance(text, Refused)
+            else self._rendered(text, None if text.spelled else next(encoded))
             for text in texts
         ]
 
+    def _encode(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]] | None]:
+        """Ids and the characters that each stands for; None where the tokenizer does not say."""
+        if not texts:
+            return []
+        if not getattr(self.chat.tokenizer, "is_fast", False):
+            return [None] * len(texts)
+        found = self.chat.tokenizer(
+            texts, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True
+        )
+        return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    def _rendered(
+        self, text: _Text, encoded: tuple[list[int], list[tuple[int, int]]] | None
+    ) -> RenderedTrace:
+        if encoded is not None:
+            positions = _token_borders(*encoded, text.borders, self._control_ids)
+            if positions is not None:
+                return text.at(encoded[0], positions)
+        # A token that reaches over a border, or text that is data: each piece by itself.
+        pieces = [self.chat.ids(piece, text.spelled) for piece in text.pieces]
+        ids = [i for piece in pieces for i in piece]
+        return text.at(ids, list(accumulate(len(piece) for piece in pieces[:-1])))
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        return frozenset(self.chat.tokenizer.added_tokens_decoder)
+
     def _text(self, trace: Trace) -> _Text | Refused:
-        written = write_messages(trace, self.abilities, self.strip_thinking)
         try:
+            written = write_messages(trace, self.abilities, self.strip_thinking)
             try:
                 return self._located(written)
             except ModelError:
@@ -112,13 +142,15 @@ class TemplateRenderer:
                 return self._located(raw)
         except ModelError as error:
             return Refused(f"the chat template refuses the conversation: {_reason(error)}")
+        except RecursionError:
+            return Refused("a message is nested too deeply")
         except Refused as refusal:
             return refusal
 
     def _located(self, written: Written) -> _Text:
         if not written.messages:
             raise Refused("the trace has no turns")
-        nonce = unused_nonce(written.messages)
+        nonce = unused_nonce([*written.messages, *written.tools])
         text, spelled = self.chat.render(written.messages, nonce, tools=written.tools)
         self.renderings += 1
         model_turns = [
@@ -126,10 +158,19 @@ class TemplateRenderer:
             for index, (message, turns) in enumerate(zip(written.messages, written.turns, strict=True))
             if message["role"] == "assistant"
         ]
-        cuts = None if self.frame is None else _cuts_by_frame(text, self.frame)
-        if cuts is None or len(cuts) != len(model_turns):
+        messages = [written.messages[index] for _, index in model_turns]
+        cuts: list[tuple[int, int, int]] | None = None
+        if self.frame is not None:
+            cuts = _cuts_by_frame(text, self.frame, written.messages[-1]["role"] == "assistant")
+            if not _hold(text, cuts, messages, spelled, self.frame):
+                cuts = None
+        if cuts is None:
             cuts = self._cuts_by_prefix(text, written, nonce, [index for _, index in model_turns])
-        return _Text.cut(text, cuts, [turn for turn, _ in model_turns], spelled, written.notes, self.frame)
+            if not _hold(text, cuts, messages, spelled, None):
+                raise Refused(_NOT_FOUND)
+        return _Text.cut(
+            text, cuts, [turn for turn, _ in model_turns], messages, spelled, written.notes, self.frame
+        )
 
     def _cuts_by_prefix(
         self, text: str, written: Written, nonce: str, indices: Sequence[int]
@@ -143,19 +184,20 @@ class TemplateRenderer:
             )
             after, _ = self.chat.render(written.messages[: index + 1], nonce, tools=written.tools)
             self.renderings += 3
-            if not (text.startswith(prompt) and text.startswith(after)) or len(after) < len(prompt):
-                raise Refused(
-                    "the turns of the model cannot be found: the chat template marks them with ordinary text and rewrites history"
-                )
-            cuts.append((len(before), len(prompt), len(after.rstrip())))
+            if not (text.startswith(prompt) and text.startswith(after)):
+                raise Refused(_NOT_FOUND)
+            start, stop = len(prompt), max(len(after.rstrip()), len(prompt))
+            cuts.append((min(len(before), start), start, stop))
         return cuts
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A rendering cut into pieces: what stands before a turn, its generation prompt, the turn, and so on."""
+    """A rendering and, for each turn of the model, the three ``borders`` in it: where its generation prompt
+    begins, where it begins, where it ends."""
 
-    pieces: tuple[str, ...]
+    text: str
+    borders: tuple[int, ...]
     turns: tuple[int, ...]
     empty: tuple[bool, ...]
     spelled: dict[str, str]
@@ -167,42 +209,103 @@ class _Text:
         text: str,
         cuts: Sequence[tuple[int, int, int]],
         turns: Sequence[int],
+        messages: Sequence[Message],
         spelled: dict[str, str],
         notes: tuple[str, ...],
         frame: _Frame | None,
     ) -> _Text:
-        pieces: list[str] = []
         empty: list[bool] = []
-        end = 0
-        for opening, start, stop in cuts:
-            pieces += [text[end:opening], text[opening:start], text[start:stop]]
+        for (_, start, stop), message in zip(cuts, messages, strict=True):
             body = text[start:stop]
-            empty.append(not (body.removesuffix(frame.ending) if frame else body).strip())
-            end = stop
-        return cls((*pieces, text[end:]), tuple(turns), tuple(empty), spelled, notes)
+            body = frame.ending.sub("", body) if frame else body
+            written = (
+                message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+            )
+            empty.append(not body.strip() or not written)
+        return cls(
+            text, tuple(border for cut in cuts for border in cut), tuple(turns), tuple(empty), spelled, notes
+        )
 
-    def rendered(self, encoded: Sequence[Sequence[int]]) -> RenderedTrace:
-        ids: list[int] = []
+    @property
+    def pieces(self) -> list[str]:
+        """The text between the borders."""
+        return [self.text[a:b] for a, b in pairwise((0, *self.borders, len(self.text)))]
+
+    def at(self, ids: Sequence[int], positions: Sequence[int]) -> RenderedTrace:
+        """The rendering with its borders at ``positions`` of ``ids``."""
         spans: dict[int, TurnSpan] = {}
         for number, (turn, empty) in enumerate(zip(self.turns, self.empty, strict=True)):
-            before, prompt, body = encoded[3 * number : 3 * number + 3]
-            ids.extend(before)
-            opening = len(ids)
-            ids.extend(prompt)
-            start = len(ids)
-            ids.extend(body)
-            spans[turn] = TurnSpan(opening, start, len(ids), empty)
-        ids.extend(encoded[-1])
+            opening, start, stop = positions[3 * number : 3 * number + 3]
+            spans[turn] = TurnSpan(opening, start, stop, empty)
         return RenderedTrace(tuple(ids), spans, notes=self.notes)
 
 
-def _cuts_by_frame(text: str, frame: _Frame) -> list[tuple[int, int, int]]:
+def _token_borders(
+    ids: Sequence[int], offsets: Sequence[tuple[int, int]], borders: Sequence[int], control: frozenset[int]
+) -> list[int] | None:
+    """The token that each border stands before; None where a token of text reaches over one. A control token
+    that takes in the blanks behind it moves the border behind itself."""
+    positions: list[int] = []
+    token = 0
+    for border in borders:
+        while token < len(ids) and offsets[token][0] < border:
+            if offsets[token][1] > border and ids[token] not in control:
+                return None
+            token += 1
+        positions.append(token)
+    return positions
+
+
+def _hold(
+    text: str,
+    cuts: Sequence[tuple[int, int, int]],
+    messages: Sequence[Message],
+    spelled: Mapping[str, str],
+    frame: _Frame | None,
+) -> bool:
+    """Whether the cuts are the turns of ``messages``: as many, each with what its message says, none with the
+    beginning of another message in it."""
+    if len(cuts) != len(messages):
+        return False
+    end = 0
+    for (opening, start, stop), message in zip(cuts, messages, strict=True):
+        if not end <= opening <= start <= stop:
+            return False
+        end = stop
+        body = text[start:stop]
+        if frame is not None and frame.message is not None and frame.message in body:
+            return False
+        blank = "".join(_spell(body, spelled).split())
+        said = [str(call["function"]["name"]) for call in message.get("tool_calls") or []]
+        if not said:
+            said = [_last_words(message["content"])]
+        if any("".join(words.split()) not in blank for words in said):
+            return False
+    return True
+
+
+def _last_words(content: str) -> str:
+    """The end of a message, which a template shows whatever it makes of the thinking before."""
+    visible = encodable(content.rpartition("</think>")[2]).strip()
+    return visible[-_COMPARED:]
+
+
+def _spell(body: str, spelled: Mapping[str, str]) -> str:
+    for key, value in spelled.items():
+        if key in body:
+            body = body.replace(key, value)
+    return body
+
+
+def _cuts_by_frame(text: str, frame: _Frame, ends_with_model: bool) -> list[tuple[int, int, int]]:
     """``(opening, start, stop)`` of every turn of the model. Control tokens cannot come from messages."""
     cuts: list[tuple[int, int, int]] = []
     position = 0
     while (first := frame.opening.search(text, position)) is not None:
-        end = text.find(frame.ending, first.end())
-        stop = len(text) if end < 0 else end + len(frame.ending)
+        end = frame.ending.search(text, first.end())
+        if end is None and not ends_with_model:
+            break
+        stop = len(text) if end is None else end.end()
         opening = first
         for later in frame.opening.finditer(text, first.end(), stop):
             opening = later
@@ -213,36 +316,64 @@ def _cuts_by_frame(text: str, frame: _Frame) -> list[tuple[int, int, int]]:
 
 def _find_frame(chat: Chat) -> _Frame | None:
     user, reply = {"role": "user", "content": "xqu"}, {"role": "assistant", "content": "xqa"}
+    call = {"id": "a" * 9, "type": "function", "function": {"name": "xqf", "arguments": {"xqk": "xqv"}}}
+    result = {"role": "tool", "content": "xqr", "tool_call_id": "a" * 9, "name": "xqf"}
     control = chat.control_pattern
     asked = _behind(chat, [user], "xqu")
     prompted = _behind(chat, [user], "xqu", add_generation_prompt=True)
-    answered = _behind(chat, [user, reply], "xqu")
-    between, _, tail = answered.partition("xqa")
-    ending = control.search(tail)
-    if ending is None or not prompted.startswith(asked):
-        return None
+    # What closes a message may differ where nothing follows it.
+    asked = _common_prefix(asked, prompted)
     prompt = prompted[len(asked) :]
-    header = _common_prefix(prompt, between[len(asked) :]) if between.startswith(asked) else ""
+    between, _, tail = _behind(chat, [user, reply], "xqu").partition("xqa")
+    history, _, inner = _first_behind(
+        chat, [user, reply, {"role": "user", "content": "xqw"}, reply], "xqu"
+    ).partition("xqa")
+    endings = [_first(control, tail), _first(control, inner)]
+    closings = {_last(control, between)}
+    try:
+        called = _first_behind(
+            chat, [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, reply], "xqv"
+        )
+        after_call, _, after_result = called.partition("xqr")
+        if not any(ending and ending in after_call for ending in endings):
+            endings.append(
+                _first(re.compile("|".join(map(re.escape, _special(chat))) or r"(?!)"), after_call)
+            )
+        closings.add(_last(control, after_result.partition("xqa")[0]))
+    except ModelError:
+        pass
+    found = sorted({ending for ending in endings if ending}, key=len, reverse=True)
+    if not found:
+        return None
+    ending = re.compile("|".join(map(re.escape, found)))
+    # The part of the prompt that earlier turns show as well: what only the next turn has is not a mark.
+    header = prompt
+    for shown in (between, history):
+        header = _common_prefix(header, shown[len(asked) :]) if shown.startswith(asked) else ""
     if control.search(header):
-        return _Frame(re.compile(re.escape(header)), True, ending.group())
+        message = _first(control, header)
+        return _Frame(re.compile(re.escape(header)), True, ending, None if message in found else message)
     if prompt:
         return None
     # No generation prompt: a turn begins behind the control token that closes a message before it.
-    closings = {_last(control, between)}
-    try:
-        called = [
-            user,
-            reply,
-            {"role": "tool", "content": "xqr", "tool_call_id": "a" * 9, "name": "xqf"},
-            reply,
-        ]
-        closings.add(_last(control, _behind(chat, called, "xqr").partition("xqa")[0]))
-    except ModelError:
-        pass
-    found = sorted(closing for closing in closings if closing)
-    if not found:
+    openings = sorted(closing for closing in closings if closing)
+    if not openings:
         return None
-    return _Frame(re.compile("|".join(map(re.escape, found))), False, ending.group())
+    return _Frame(re.compile("|".join(map(re.escape, openings))), False, ending, None)
+
+
+def _special(chat: Chat) -> list[str]:
+    return sorted((str(token) for token in chat.tokenizer.all_special_tokens), key=len, reverse=True)
+
+
+def _first_behind(chat: Chat, messages: Sequence[Any], needle: str) -> str:
+    text, _ = chat.render(messages, "xqzj")
+    return text.partition(needle)[2]
+
+
+def _first(control: re.Pattern[str], text: str) -> str:
+    found = control.search(text)
+    return "" if found is None else found.group()
 
 
 def _behind(chat: Chat, messages: Sequence[Any], needle: str, add_generation_prompt: bool = False) -> str:

@@ -19,6 +19,8 @@ from composer_trl_host.traces.model import ToolCall, Trace
 
 _LONG_ID = "call_0123456789abcdef"
 _SHORT_ID_LENGTH = 9
+_DEEPEST = 100
+"""Levels of nesting that a template is given; deeper arguments are text."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,22 @@ def write_messages(
 
 def arguments_of(call: ToolCall) -> Any:
     """The arguments as templates take them: a mapping, or the text where it is no JSON object."""
+    if call.arguments.count("{") + call.arguments.count("[") > _DEEPEST and _depth(call.arguments) > _DEEPEST:
+        return call.arguments
     try:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):
         return call.arguments
     return value if isinstance(value, dict) else call.arguments
+
+
+def _depth(text: str) -> int:
+    """An upper bound of how deep the JSON in ``text`` is nested."""
+    deepest = depth = 0
+    for letter in text:
+        depth += (letter in "{[") - (letter in "}]")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def call_text(call: ToolCall) -> str:

@@ -11,6 +11,16 @@ from composer_trl_host.rendering import Refused, RenderedTrace, TurnSpan
 from composer_trl_host.trace_messages import Abilities, write_messages
 from composer_trl_host.traces.model import Trace
 
+
+def _everything(trace: Trace) -> str:
+    """All text of a trace that a renderer shows, but for the model's own thinking."""
+    parts: list[str] = []
+    for turn in trace.turns:
+        parts.append(turn.content)
+        parts += [f"{call.name} {call.arguments}" for call in turn.tool_calls]
+    return "\n".join(parts)
+
+
 _EVERYTHING = Abilities(
     system=True,
     tool=True,
@@ -59,6 +69,10 @@ class TypedRenderer:
         written = write_messages(trace, _EVERYTHING, self.strip_thinking)
         if not written.messages:
             return Refused("the trace has no turns")
+        if self.chat.control_pattern.search(_everything(trace)):
+            return Refused(
+                "the trace spells a control token, which this renderer would take for its own; hand over the tokenizer itself"
+            )
         try:
             rendered = self.renderer.render(written.messages, tools=list(written.tools) or None)
         except Exception as error:

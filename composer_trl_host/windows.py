@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from composer_trl_host.rendering import TurnSpan
@@ -28,35 +28,41 @@ def cut_windows(
     """Windows in order, and the sites that no window can hold, with the reason.
 
     ``hints``: the sites, with the tokens that their hints take; ``add_up``: a sequence may hold several
-    of them. A trace that fits is one window. Otherwise the first one is the longest beginning that ends
-    with a turn of the model; the sites behind it get windows that end with a recovery and begin at a
-    turn of the model, as early as fits and no later than the failed call. Each site is in one window.
+    of them. The first window is the trace, or its longest beginning that fits and ends with a turn of the
+    model, with the sites whose hints fit beside it. The other sites get windows that end with a recovery and
+    begin at the trace's beginning or at a turn of the model, as early as fits and no later than the failed
+    call. Each site is in one window.
     """
     order = sorted(spans)
     if not order:
         return [], {}
     begins = _beginnings(order, spans)
 
-    def fits(start: int, stop: int, sites: Iterable[int]) -> bool:
+    def fits(start: int, stop: int, sites: Sequence[int]) -> bool:
         if seq_len is None:
             return True
-        sites = list(sites)
         if add_up:
             return stop - start + sum(hints[site] for site in sites) <= seq_len
         return stop - start <= seq_len and all(
             spans[site].stop - start + hints[site] <= seq_len for site in sites
         )
 
-    def up_to(turn: int) -> list[int]:
-        return [site for site in sorted(hints) if site <= turn]
-
-    if fits(0, length, hints):
-        return [Window(0, length, tuple(sorted(hints)), True)], {}
     windows: list[Window] = []
-    last = next((turn for turn in reversed(order) if fits(0, spans[turn].stop, up_to(turn))), None)
+    whole = fits(0, length, [])
+    last = (
+        order[-1]
+        if whole
+        else next((turn for turn in reversed(order) if fits(0, spans[turn].stop, [])), None)
+    )
+    waiting = sorted(hints)
     if last is not None:
-        windows.append(Window(0, spans[last].stop, tuple(up_to(last)), True))
-    waiting = [site for site in sorted(hints) if last is None or site > last]
+        stop = length if whole else spans[last].stop
+        first: list[int] = []
+        for site in sorted(hints):
+            if site <= last and fits(0, stop, [*first, site]):
+                first.append(site)
+        windows.append(Window(0, stop, tuple(first), True))
+        waiting = [site for site in waiting if site not in first]
     later: list[Window] = []
     unfit: dict[int, str] = {}
     while waiting:
@@ -72,7 +78,7 @@ def cut_windows(
         if not held:
             unfit[waiting.pop()] = TOO_LONG
             continue
-        start = min(begin for begin in begins if begin <= start and fits(begin, stop, held))
+        start = min(begin for begin in (0, *begins) if begin <= start and fits(begin, stop, held))
         later.append(Window(start, stop, tuple(sorted(held)), False))
         waiting = waiting[: -len(held)]
     return [*windows, *reversed(later)], unfit

@@ -15,18 +15,25 @@ def test_what_fits_is_one_row_with_its_hint():
     assert cut_windows(64, spans(3), {1: 6}, 64, add_up=False) == ([Window(0, 64, (1,), True)], {})
     # The teacher of turn 2 ends at 60 and reads 6 tokens more.
     assert cut_windows(64, spans(3), {2: 6}, 66, add_up=False)[0] == [Window(0, 64, (2,), True)]
+    # Without room for the hint, channel 1 keeps the whole trace and the site gets a row of its own.
     assert cut_windows(64, spans(3), {2: 6}, 65, add_up=False)[0] == [
-        Window(0, 40, (), True),
+        Window(0, 64, (), True),
         Window(8, 60, (2,), False),
     ]
+
+
+def test_a_hint_that_fits_nowhere_costs_its_own_site_alone():
+    windows, unfit = cut_windows(64, spans(3), {1: 100, 2: 6}, 70, add_up=False)
+    assert windows == [Window(0, 64, (2,), True)]
+    assert unfit == {1: TOO_LONG}
 
 
 def test_hints_add_up_where_a_sequence_holds_several():
     hints = {1: 6, 2: 6}
     assert cut_windows(60, spans(3), hints, 70, add_up=False)[0] == [Window(0, 60, (1, 2), True)]
     windows, unfit = cut_windows(60, spans(3), hints, 70, add_up=True)
-    # The beginning up to turn 1 takes 40 + 6; turn 2 begins its row at turn 0's prompt, 8: 52 + 6.
-    assert windows == [Window(0, 40, (1,), True), Window(8, 60, (2,), False)]
+    # 60 + 6 fits, 60 + 12 does not: the second site reads the same beginning in a row of its own.
+    assert windows == [Window(0, 60, (1,), True), Window(0, 60, (2,), False)]
     assert unfit == {}
 
 
