@@ -74,8 +74,8 @@ or the TRL host runs in this process.
 {_ARGUMENTS}
   --dry-run             write both backends' resolved configurations into the run folder and start nothing
 
-exit codes: 0 trained, 2 the input cannot be run, 3 a guard rail stopped the run on the TRL host (docs/guards.md), 130 interrupted
-on the TRL host, else the backend's own
+exit codes: 0 trained, 2 the input cannot be run, 3 a guard rail stopped the run on the TRL host
+(docs/guards.md), 130 interrupted on the TRL host, else the backend's own
 
 example:
   composer-rl run @ examples/shell/rl.toml --max-steps 5 --output-dir outputs/try

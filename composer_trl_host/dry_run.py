@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from composer_prime_plugin.runfile import RunFile
 from composer_trl_host.resolved import resolved_document, resolved_json, with_absolute_paths
 from composer_trl_host.settings import HostSettings
 from composer_trl_host.toml_text import toml_text
+from composer_trl_host.verifiers_env.source import find_source
 
 CONFIGS_FOLDER = "configs"
 """Inside the run folder."""
@@ -52,7 +54,7 @@ def dry_run(run: RunFile, backend: Backend, prime_resolved: dict[str, Any] | Non
         if backend == "trl-host":
             for item in settings.unhonoured:
                 print(f"not honoured by the TRL host: {item}")
-            for line in missing(settings):
+            for line in missing(settings, run.document):
                 print(f"missing for a run on the TRL host: {line}")
     folder = _run_folder(run, settings) / CONFIGS_FOLDER
     try:
@@ -79,14 +81,14 @@ def merged_document(run: RunFile) -> dict[str, Any]:
     return document
 
 
-def missing(settings: HostSettings) -> list[str]:
+def missing(settings: HostSettings, document: Mapping[str, Any]) -> list[str]:
     """What the settings lack for a run, as far as it shows without loading anything."""
     host = settings.config.trl_host
     lines = []
-    if host.environment is None and host.traces is None:
+    if host.environment is None and host.traces is None and _source_problem(document) is not None:
         lines.append(
             'a task; set trl_host.environment = "file.py:Class" or trl_host.traces = "folder" under '
-            "[trainer.loss.kwargs.trl_host]"
+            "[trainer.loss.kwargs.trl_host]; " + str(_source_problem(document))
         )
     if host.environment is not None and host.traces is not None:
         lines.append("one task; trl_host.environment and trl_host.traces are both set, remove one")
@@ -109,6 +111,15 @@ def missing(settings: HostSettings) -> list[str]:
             "the package wandb, since the TOML has a W&B table; pip install wandb, or add --no-wandb"
         )
     return lines
+
+
+def _source_problem(document: Mapping[str, Any]) -> str | None:
+    """Why the TOML's own environment of verifiers is no task for the host; None where it is one."""
+    try:
+        source = find_source(document)
+    except ConfigError as error:
+        return str(error)
+    return "the TOML has no [[orchestrator.train.source]] either" if source is None else None
 
 
 def _run_folder(run: RunFile, settings: HostSettings | None) -> Path:

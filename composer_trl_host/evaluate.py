@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from composer_trl_host.rollout import Generate, Rollout, RolloutRunner
+from composer_trl_host.rollout import Generate, Player, Rollout
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Evaluation:
 class Evaluator:
     """Plays the same held-out rows again and again; the first time decides which errors are replayed."""
 
-    def __init__(self, runner: RolloutRunner, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
+    def __init__(self, runner: Player, rows: Sequence[Mapping[str, Any]], seed: int) -> None:
         self.runner = runner
         self.rows = rows
         self.seed = seed

@@ -50,7 +50,11 @@ def load_object(spec: str, base_dir: Path, key: str) -> Any:
         if not module_path or "/" in spec:
             raise ConfigError(
                 f"{key} must be file.py:Name, relative to the TOML, or package.module.Name; found {spec!r}"
-                + ("" if "/" in spec else "; names of the verifiers library do not run on this host")
+                + (
+                    ""
+                    if "/" in spec
+                    else "; an environment of verifiers stands under [[orchestrator.train.source]]"
+                )
             )
         try:
             module = importlib.import_module(module_path)

@@ -297,6 +297,7 @@ _SHARDING = "the host shards with accelerate, not with PRIME-RL's trainer"
 _TRANSPORT = "the host trains and generates in one process, so nothing is sent"
 _ON_POLICY = "the host generates each batch with the weights that it then trains"
 _TASK = "the host takes its one task from trl_host.environment, or recorded traces from trl_host.traces"
+_SOURCE = f"{_TASK}, where either is set; else one [[orchestrator.train.source]] of verifiers 0.4 is the task (docs/verifiers.md)"
 _EVAL = "the host evaluates trl_host.heldout_rows at the start and the end"
 _NOT_POLICY = "tokens would be sampled from another distribution than the one that is trained"
 _ONE_MODEL = "the host generates with the weights that it trains"
@@ -361,7 +362,8 @@ NOT_HONOURED: tuple[NotHonoured, ...] = (
     *_each("orchestrator.max_inflight_rollouts orchestrator.max_inflight_episodes", _ON_POLICY),
     *_each("orchestrator.concurrency orchestrator.max_concurrent orchestrator.pool_size", _ON_POLICY),
     *_each("orchestrator.tasks_per_minute", _ON_POLICY),
-    *_each("orchestrator.train.source orchestrator.train.env orchestrator.env", _TASK),
+    *_each("orchestrator.train.source", _SOURCE),
+    *_each("orchestrator.train.env orchestrator.env", _TASK),
     *_each("orchestrator.train.num_workers orchestrator.train.max_retries", _TASK),
     *_each("orchestrator.buffer orchestrator.env_install_prerelease", _TASK),
     *_each("orchestrator.eval orchestrator.val", _EVAL),
@@ -459,5 +461,8 @@ MODEL_NAME_COPIES = (
     "orchestrator.tokenizer.name",
 )
 """Keys that ask for nothing where they repeat the name of the model."""
+
+VERIFIERS_KEYS = ("orchestrator.train.source", "orchestrator.renderer")
+"""Honoured where neither ``trl_host.environment`` nor ``trl_host.traces`` names the task (docs/verifiers.md)."""
 
 UNKNOWN = "unknown to PRIME-RL"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import ComposerError, TaskError
@@ -62,6 +62,22 @@ class _Failure:
     hint: Hint | None
     hint_ids: tuple[int, ...]
     error_kind: str
+
+
+class Player(Protocol):
+    """Whatever plays rows: ``RolloutRunner``, or ``verifiers_env.runner.VerifiersRunner``."""
+
+    dropped: Counter[str]
+
+    def play(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        generate: Generate,
+        show_hints: bool = False,
+        given: Sequence[Sequence[list[int]]] | None = None,
+    ) -> list[Rollout]:
+        """Play each row once; see ``RolloutRunner.play``."""
+        ...
 
 
 class RolloutRunner:

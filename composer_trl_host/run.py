@@ -39,10 +39,11 @@ from composer_trl_host.report import (
     summarize,
 )
 from composer_trl_host.resolved import RESOLVED_FILE, resolved_json
-from composer_trl_host.rollout import RolloutRunner
+from composer_trl_host.rollout import Player, RolloutRunner
 from composer_trl_host.schedule import lr_factor
 from composer_trl_host.settings import HostSettings
 from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
+from composer_trl_host.verifiers_env.source import find_source
 
 _OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
 DEFAULT_SEQ_LEN = 2048
@@ -68,7 +69,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     _quiet_libraries()
     console.print(f"model:   {settings.model_name or embedded_note()}", highlight=False, markup=False)
     set_seed(settings.seed)
-    built = build_offline(settings) if settings.config.trl_host.traces else Built(*build(settings))
+    built = build_any(settings, run)
     trainer = built.trainer
     for line in built.notes:
         console.print(line, highlight=False, markup=False)
@@ -102,6 +103,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
         writer.close()
         if main and report.history:
             draw_curves(report.history, settings.run_dir / CURVES_FILE)
+        built.close()
     if main:
         _close(console, settings, built.runner, report, trainer.guards, start, end)
     ended_by = trainer.guards.stopped_by
@@ -130,12 +132,28 @@ def _how_to_go_on(run: RunFile, settings: HostSettings) -> str:
 @dataclass(frozen=True)
 class Built:
     """What a run trains with. ``runner`` and the ``heldout`` rows: of a live task; traces have neither.
-    ``notes``: lines about the input."""
+    ``notes``: lines about the input. ``close`` ends what the run started besides."""
 
     trainer: ComposerGRPOTrainer
-    runner: RolloutRunner | None = None
+    runner: Player | None = None
     heldout: Sequence[dict[str, Any]] = ()
     notes: Sequence[str] = ()
+    close: Callable[[], None] = lambda: None
+
+
+def build_any(settings: HostSettings, run: RunFile) -> Built:
+    """The run that the settings ask for: recorded traces, an environment of verifiers, or a live task."""
+    host = settings.config.trl_host
+    if host.traces:
+        return build_offline(settings)
+    source = None if host.environment is not None else find_source(run.document)
+    if source is None:
+        return Built(*build(settings))
+    from composer_trl_host.verifiers_env.build import build_verifiers
+
+    trainer, runner = build_verifiers(settings, source)
+    note = f"environment: {source.name}, of verifiers, with its own code, tools and rewards; no held-out evaluation"
+    return Built(trainer, runner, notes=[note], close=runner.close)
 
 
 def build_offline(settings: HostSettings) -> Built:
@@ -198,7 +216,8 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
     if host.environment is None:
         raise ConfigError(
             "trl_host must name what to train on; found neither environment nor traces; set environment to file.py:Class "
-            "or package.module.Class, or traces to a file or folder, under [trainer.loss.kwargs.trl_host]"
+            "or package.module.Class, or traces to a file or folder, under [trainer.loss.kwargs.trl_host], or "
+            "[[orchestrator.train.source]] to an environment of verifiers 0.4"
         )
     environment = load_object(host.environment, settings.base_dir, "trl_host.environment")
     if isinstance(environment, type) or not isinstance(environment, Environment):
@@ -418,7 +437,7 @@ def _make_folder(folder: Path, resuming: bool, console: Console) -> None:
 def _close(
     console: Console,
     settings: HostSettings,
-    runner: RolloutRunner | None,
+    runner: Player | None,
     report: ConsoleReport,
     guards: GuardWatch,
     start: Evaluation | None,

@@ -22,6 +22,7 @@ from composer_trl_host.prime_keys import (
     ONE_NAME,
     RESUME_TABLES,
     UNKNOWN,
+    VERIFIERS_KEYS,
     WANDB_TABLES,
     Honoured,
     NotHonoured,
@@ -177,6 +178,8 @@ class HostSettings:
             base_dir=run.base_dir,
             unhonoured=(),
         )
+        if run.config.trl_host.environment is None and run.config.trl_host.traces is None:
+            reader.take(VERIFIERS_KEYS)
         reader.note_the_rest(dict.fromkeys(MODEL_NAME_COPIES, model_name))
         if run.config.trl_host.strict and unhonoured:
             raise ConfigError(
@@ -264,6 +267,10 @@ class _Reader:
         for key in _ROWS[field].keys:
             if key in self.leaves:
                 self.note(key, f"{owner} has no such setting")
+
+    def take(self, keys: tuple[str, ...]) -> None:
+        """Count ``keys``, and everything under them, as honoured."""
+        self.taken.update(leaf for leaf in self.leaves for key in keys if f"{leaf}.".startswith(f"{key}."))
 
     def note_the_rest(self, same: Mapping[str, Any]) -> None:
         """List every leaf that was not taken. ``same``: values that keys may repeat."""

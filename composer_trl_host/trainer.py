@@ -27,7 +27,7 @@ from composer_trl_host.guard_rules import StepFigures
 from composer_trl_host.guards import FiniteGradients, GuardWatch, StopOnGuard, load_guards, save_guards
 from composer_trl_host.non_finite import FiniteStop
 from composer_trl_host.reading import FUNCTIONAL_NOISE
-from composer_trl_host.rollout import Rollout, RolloutRunner
+from composer_trl_host.rollout import Player, Rollout
 from composer_trl_host.teachers import build_teacher, load_teacher, save_teacher
 
 SITES_KEY = "error_sites"
@@ -111,7 +111,7 @@ class ComposerGRPOTrainer(GRPOTrainer):
         self,
         *args: Any,
         composer_config: ComposerConfig,
-        runner: RolloutRunner | None = None,
+        runner: Player | None = None,
         lr_factor: Callable[[int], float] | None = None,
         **kwargs: Any,
     ) -> None:

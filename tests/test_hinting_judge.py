@@ -25,7 +25,7 @@ GOOD = "Look at which folder the file is in before you open it."
 CONTEXT = ErrorContext(
     "missing_file", "It is not there.", "open notes", [{"role": "user", "content": "read it"}]
 )
-SLACK = 1.5
+SLACK = 6.0
 """Seconds that a loaded machine may add to a time limit."""
 
 

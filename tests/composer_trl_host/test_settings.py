@@ -358,7 +358,7 @@ def test_two_spellings_that_agree_are_fine():
         ('deployment.type = "multi_node"', "deployment.type", "runs where it is started"),
         ('weight_broadcast.type = "nccl"', "weight_broadcast.type", "one process"),
         ('[[orchestrator.env]]\nid = "math"', "orchestrator.env", "trl_host.environment"),
-        ('[[orchestrator.train.source]]\nname = "x"', "orchestrator.train.source", "trl_host.environment"),
+        ('[[orchestrator.train.env]]\nid = "x"', "orchestrator.train.env", "trl_host.environment"),
         ("orchestrator.eval.interval = 5", "orchestrator.eval.interval", "heldout_rows"),
         ('orchestrator.algo.type = "opsd"', "orchestrator.algo.type", "minus the mean of its group"),
         ("orchestrator.token_batch_size = 5", "orchestrator.token_batch_size", "orchestrator.batch_size"),
@@ -414,6 +414,13 @@ def test_what_the_host_does_not_do_is_listed_by_its_dotted_name(text, key, reaso
     found = listed(text)
     assert list(found) == [key]
     assert reason in found[key]
+
+
+@pytest.mark.parametrize("task", [{"environment": "my.Task"}, {"traces": "traces.jsonl"}])
+def test_an_environment_of_verifiers_is_honoured_where_nothing_else_names_the_task(task):
+    text = '[[orchestrator.train.source]]\nname = "x"\n[orchestrator.renderer]\nname = "qwen3"'
+    assert listed(text) == {}
+    assert list(listed(text, trl_host=task)) == ["orchestrator.train.source", "orchestrator.renderer.name"]
 
 
 def test_an_unknown_key_gets_a_suggestion_where_one_is_near():
