@@ -462,9 +462,11 @@ def _hints(runner: RolloutRunner) -> HintGenerator:
     return runner.hints
 
 
-def finished(path: Path) -> set[tuple[str, int, int]]:
-    """Condition, seed and steps of every line of the results file."""
-    return {(line["condition"], line["seed"], line["steps"]) for line in read(path)}
+def finished(path: Path, name: str, seed: int, steps: int) -> bool:
+    """Whether the results file holds such a run, or a longer one: its first steps are the same."""
+    return any(
+        (line["condition"], line["seed"]) == (name, seed) and line["steps"] >= steps for line in read(path)
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -504,7 +506,7 @@ def run_queue(
     for name, seed in queue(names, seeds):
         key = (name, seed, steps or CONDITIONS[name].steps)
         with claim(path, key) as mine:
-            if not mine or key in finished(path):
+            if not mine or finished(path, *key):
                 continue
             print(f"{time.strftime('%H:%M:%S')} {name}, seed {seed}, {key[2]} steps", flush=True)
             line = train(*key, every or CONDITIONS[name].every)

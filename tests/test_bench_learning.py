@@ -234,7 +234,10 @@ def test_an_interrupted_run_is_kept_as_far_as_it_came_and_ends_the_queue(bench, 
     results = tmp_path / "results.jsonl"
     with pytest.raises(KeyboardInterrupt):
         bench.run_queue(["cut", "lora"], [1], None, results)
-    assert bench.finished(results) == {("cut", 1, 5)}
+    assert bench.finished(results, "cut", 1, 5)
+    assert bench.finished(results, "cut", 1, 3)
+    assert not bench.finished(results, "cut", 1, 10)
+    assert not bench.finished(results, "lora", 1, 5)
 
 
 # Report
