@@ -13,7 +13,7 @@ from torch import Tensor
 
 from composer_prime_plugin.blocks import in_blocks
 from composer_prime_plugin.config import ClipMode, SDPOConfig
-from composer_prime_plugin.errors import LossInputError
+from composer_prime_plugin.errors import LossInputError, NonFiniteInputError
 from composer_prime_plugin.estimators import importance_ratio, sampled_divergence, top_k_divergence
 from composer_prime_plugin.jsd import TokenDivergence as TokenDivergence
 from composer_prime_plugin.jsd import token_divergence as token_divergence
@@ -200,7 +200,7 @@ def check_logits(student_logits: Tensor, teacher_logits: Tensor) -> None:
 def check_finite_divergence(
     values: Tensor, student_logits: Tensor, teacher_logits: Tensor, rows: Tensor | None = None
 ) -> None:
-    """Raise ``LossInputError`` naming the first position whose divergence is not finite. ``values``: ``(n,)``
+    """Raise ``NonFiniteInputError`` naming the first position whose divergence is not finite. ``values``: ``(n,)``
     of the rows ``rows`` ``(n,)`` (None: all) of both ``(m, vocab)`` logits."""
     if bool(torch.isfinite(values.detach().sum())):
         return
@@ -216,7 +216,7 @@ def check_finite_divergence(
     advice = "look for an overflow in the model's forward"
     if not sides:
         advice = "where one side forbids the whole top-k support of the other, set sdpo.top_k_tail = true"
-    raise LossInputError(
+    raise NonFiniteInputError(
         f"logits must be finite or -inf at counted positions; found a non-finite divergence at counted position {where} "
         f"({' and '.join(sides) or 'neither side'} holds NaN or +inf); {advice}"
     )

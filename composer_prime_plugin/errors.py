@@ -22,6 +22,10 @@ class LossInputError(ComposerError, ValueError):
     """The tensors handed to a loss break its contract."""
 
 
+class NonFiniteInputError(LossInputError):
+    """A number that a loss is made of, or the loss itself, is NaN or infinite."""
+
+
 class AlignmentError(ComposerError, ValueError):
     """Student and teacher positions do not hold the same tokens."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from composer_prime_plugin.config import ComposerConfig, SDPOConfig
 from composer_prime_plugin.contract import LossContract, as_scalar, output_class
 from composer_prime_plugin.divergence import check_logits, configured_divergence
-from composer_prime_plugin.errors import ConfigError, LossInputError
+from composer_prime_plugin.errors import ConfigError, LossInputError, NonFiniteInputError
 from composer_prime_plugin.objectives import PolicyInputs, PolicyLoss, policy_loss
 from composer_prime_plugin.routing import sdpo_unavailable
 
@@ -83,7 +83,7 @@ def channel_one(
     clean = _zero_non_finite_masked(inputs)
     result = policy_loss(clean, config.policy, contract.ipo_form, with_kl)
     if not bool(torch.isfinite(result.loss.detach())):
-        raise LossInputError(_name_non_finite(clean))
+        raise NonFiniteInputError(_name_non_finite(clean))
     return result
 
 

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from composer_prime_plugin.config import ComposerConfig
-from composer_prime_plugin.errors import LossInputError
+from composer_prime_plugin.errors import LossInputError, NonFiniteInputError
 from composer_trl_host.compose import ComposedLoss
 from composer_trl_host.guards import GUARD_EXIT, gradient_norms
 
@@ -28,7 +28,7 @@ UNKNOWN_SHARDED = "which channel it comes from was not found out, since paramete
 _SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
-class NonFiniteError(LossInputError):
+class NonFiniteError(NonFiniteInputError):
     """A loss or gradient that is not finite, before the weights were changed."""
 
     exit_code = GUARD_EXIT
@@ -91,7 +91,7 @@ class FiniteStop:
         step = int(batch["step"]) + 1
         bad = self._ranks_with(error is not None)
         if error is not None:
-            if "finite" not in str(error):
+            if not isinstance(error, NonFiniteInputError):
                 # Another broken contract: no channel is to blame.
                 self._meet()
                 raise error
@@ -152,7 +152,7 @@ class FiniteStop:
     def _finite(self, model: nn.Module, batch: Batch) -> ComposedLoss:
         result = self.compose(model, batch, self.config)
         if not bool(torch.isfinite(result.loss.detach())):
-            raise LossInputError(
+            raise NonFiniteInputError(
                 f"the loss must be finite; found {float(result.loss.detach())}, a sum of finite terms that overflowed"
             )
         return result
