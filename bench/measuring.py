@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from shapes import GENERATION_PROMPT, Shape
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -27,8 +28,6 @@ from composer_trl_host.embedded import MODEL_NAME, embedded_model
 
 T = TypeVar("T")
 PACKAGES = ("torch", "transformers", "trl", "accelerate")
-GENERATION_PROMPT = 3
-"""Tokens between a hint and its recovery: the template's opening of the assistant's turn."""
 
 
 def configured(weight: float) -> ComposerConfig:
@@ -38,30 +37,6 @@ def configured(weight: float) -> ComposerConfig:
 
 OFF = configured(0.0)
 ON = configured(0.5)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A batch: rows, prompt and completion tokens, and of each row the tokens of all recoveries and of all
-    hints, shared evenly between its sites."""
-
-    rows: int = 4
-    prompt: int = 256
-    completion: int = 512
-    recovery: int = 128
-    hint: int = 48
-    sites: int = 1
-
-    @property
-    def total(self) -> int:
-        return self.prompt + self.completion
-
-    def __str__(self) -> str:
-        sites = f", {self.sites} sites a row" if self.sites > 1 else ""
-        return (
-            f"B {self.rows}, prompt {self.prompt}, completion {self.completion}, "
-            f"recovery {self.recovery}, hint {self.hint}{sites}"
-        )
 
 
 def make_batch(shape: Shape, vocab: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def bench():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in NAMES:
+    for name in (*NAMES, "shapes"):
         del sys.modules[name]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,16 +11,22 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "cost.py"
+from composer_trl_host.head import CHUNK_ENTRIES
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
 @pytest.fixture(scope="module")
 def cost():
-    spec = importlib.util.spec_from_file_location("cost", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCH)
+        yield importlib.import_module("cost")
+    for name in ("cost", "shapes"):
+        del sys.modules[name]
+
+
+def test_the_block_of_logits_is_the_head_s(cost):
+    assert cost.BLOCK_ENTRIES == CHUNK_ENTRIES
 
 
 SMALL = {
@@ -52,23 +58,23 @@ def test_the_embedded_models_sizes(cost):
 
 def test_the_ratio_is_the_one_that_was_measured(cost):
     # docs/performance.md: 1.15, 1.16 and 1.20 in three runs, about +2 s on 12 s.
-    found = cost.seconds(cost.EMBEDDED, cost.Batch())
+    found = cost.seconds(cost.EMBEDDED, cost.Shape())
     assert 1.15 <= found.ratio <= 1.20
     assert found.off == pytest.approx(12.0, rel=0.1)
     assert found.on - found.off == pytest.approx(2.0, rel=0.2)
 
 
 def test_a_machine_without_a_price_for_entries_pays_for_the_products_alone(cost):
-    ratio = cost.seconds(cost.EMBEDDED, cost.Batch(), entry_ns=0.0).ratio
-    assert 1.0 < ratio < cost.seconds(cost.EMBEDDED, cost.Batch()).ratio
+    ratio = cost.seconds(cost.EMBEDDED, cost.Shape(), entry_ns=0.0).ratio
+    assert 1.0 < ratio < cost.seconds(cost.EMBEDDED, cost.Shape()).ratio
     # Twice the speed halves the products' time and moves no ratio.
-    fast = cost.seconds(cost.EMBEDDED, cost.Batch(), rate=2 * cost.RATE, entry_ns=0.0)
+    fast = cost.seconds(cost.EMBEDDED, cost.Shape(), rate=2 * cost.RATE, entry_ns=0.0)
     assert fast.ratio == pytest.approx(ratio, rel=1e-12)
 
 
 def test_what_moves_the_ratio(cost):
     def ratio(options=None, **changes):
-        return cost.seconds(cost.EMBEDDED, dataclasses.replace(cost.Batch(), **changes), options).ratio
+        return cost.seconds(cost.EMBEDDED, dataclasses.replace(cost.Shape(), **changes), options).ratio
 
     base = ratio()
     assert ratio(recovery=256) > base > ratio(recovery=64)
@@ -81,22 +87,22 @@ def test_what_moves_the_ratio(cost):
 
 
 def test_no_sites_cost_nothing(cost):
-    batch = cost.Batch(recovery=0, hint=0, sites=0)
+    batch = cost.Shape(recovery=0, hint=0, sites=0)
     assert cost.seconds(cost.EMBEDDED, batch).ratio == 1.0
 
 
 def test_what_holds_memory(cost):
-    base = cost.memory(cost.EMBEDDED, cost.Batch())
+    base = cost.memory(cost.EMBEDDED, cost.Shape())
     assert base.weights == base.gradients == 134_515_008 * 4
     assert base.optimizer == 2 * base.weights
     assert base.total == sum(dataclasses.astuple(base))
-    adapter = cost.memory(cost.EMBEDDED, cost.Batch(), cost.Set(lora_rank=16, teacher="initial"))
+    adapter = cost.memory(cost.EMBEDDED, cost.Shape(), cost.Set(lora_rank=16, teacher="initial"))
     assert adapter.teacher == 0
     assert adapter.gradients < base.gradients / 20
-    copied = cost.memory(cost.EMBEDDED, cost.Batch(), cost.Set(teacher="initial", optimizer="sgd"))
+    copied = cost.memory(cost.EMBEDDED, cost.Shape(), cost.Set(teacher="initial", optimizer="sgd"))
     assert copied.teacher == base.weights
     assert copied.optimizer == base.weights
-    kept = cost.memory(cost.EMBEDDED, cost.Batch(), cost.Set(checkpointing=True))
+    kept = cost.memory(cost.EMBEDDED, cost.Shape(), cost.Set(checkpointing=True))
     assert kept.activations < base.activations / 10
 
 
