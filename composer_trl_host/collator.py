@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_prime_plugin.config import ComposerConfig, HintRole
+from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import ModelError, TaskError
 from composer_trl_host.alignment import ErrorSite, build_site_batch
 from composer_trl_host.chat import Chat
@@ -19,6 +19,7 @@ from composer_trl_host.hint_splice import HintSplicer, Splice
 from composer_trl_host.hints import ErrorContext, Hint, HintGenerator
 from composer_trl_host.recorded import render_recorded
 from composer_trl_host.rendering import Refused, RenderedTrace, TemplateRenderer, TurnSpan
+from composer_trl_host.trace_messages import Abilities
 from composer_trl_host.traces.model import Trace, Turn
 from composer_trl_host.typed_rendering import TypedRenderer, is_renderer
 from composer_trl_host.windows import Window, cut_windows
@@ -31,9 +32,8 @@ class ComposerDataCollator:
 
     ``tokenizer_or_renderer``: a tokenizer with a chat template, or a renderer of the ``renderers``
     package. ``hints``: a generator or a function of an ``ErrorContext``; None: no site has a hint.
-    ``seq_len``: the most tokens of a student or teacher sequence; None: no limit. A longer trace is cut
-    from the left at turns of the model, into as many rows as keep every site with the context that
-    fits. ``report`` counts everything that was kept, dropped, cut or changed. Raises ``ModelError`` for
+    ``seq_len``: the most tokens of a student or teacher sequence; None: no limit. A longer trace gives its
+    longest beginning and, for each site behind it, a row cut from the left at a turn of the model. ``report`` counts everything that was kept, dropped, cut or changed. Raises ``ModelError`` for
     a tokenizer without a template and ``TaskError`` for a feature that is no trace.
     """
 
@@ -52,15 +52,17 @@ class ComposerDataCollator:
         self.include_rejected = host.rejected_are_errors if include_rejected is None else include_rejected
         self.report = CollationReport()
         self._hint = hints.generate if isinstance(hints, HintGenerator) else hints
-        if is_renderer(tokenizer_or_renderer):
-            self.chat = Chat(TypedRenderer.tokenizer_of(tokenizer_or_renderer))
-            self.renderer: TemplateRenderer | TypedRenderer = TypedRenderer(
-                tokenizer_or_renderer, self.chat, host.strip_thinking
-            )
-        else:
-            self.chat = Chat(tokenizer_or_renderer)
-            self.renderer = TemplateRenderer(self.chat, host.strip_thinking)
-        self._splicer = HintSplicer(self.chat)
+        typed = is_renderer(tokenizer_or_renderer)
+        self.chat = Chat(
+            TypedRenderer.tokenizer_of(tokenizer_or_renderer) if typed else tokenizer_or_renderer
+        )
+        abilities = Abilities.of(self.chat)
+        self.renderer: TemplateRenderer | TypedRenderer = (
+            TypedRenderer(tokenizer_or_renderer, self.chat, host.strip_thinking)
+            if typed
+            else TemplateRenderer(self.chat, abilities, host.strip_thinking)
+        )
+        self._splicer = HintSplicer(self.chat, abilities)
 
     def __call__(self, features: Iterable[Trace | Mapping[str, Any]]) -> dict[str, Any]:
         """The batch of ``features``: traces, or rows that hold one under ``trace`` (``collation.to_row``),
@@ -395,6 +397,3 @@ def group_advantages(traces: Sequence[Trace]) -> list[float | None]:
         alone = trace.reward is None or trace.group_id is None or len(rewards) < 2
         result.append(None if alone else float(trace.reward or 0.0) - sum(rewards) / len(rewards))
     return result
-
-
-__all__ = ["ComposerDataCollator", "HintRole", "group_advantages"]

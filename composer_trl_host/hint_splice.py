@@ -9,7 +9,7 @@ from composer_prime_plugin.config import HintRole
 from composer_prime_plugin.errors import ModelError
 from composer_trl_host.chat import Chat
 from composer_trl_host.hints import Hint, Message
-from composer_trl_host.rendering import TurnSpan
+from composer_trl_host.rendering import TurnSpan, common_length
 from composer_trl_host.trace_messages import Abilities
 from composer_trl_host.traces.model import Turn
 
@@ -34,9 +34,9 @@ class HintSplicer:
     """Places hints with one chat template. A role that the template refuses, drops or answers by
     rewriting what stands before is replaced by the next that it takes."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, abilities: Abilities) -> None:
         self.chat = chat
-        self._abilities: Abilities | None = None
+        self.abilities = abilities
         self._role: dict[tuple[tuple[str, ...], HintRole], str] = {}
         self._closing: dict[tuple[str, ...], tuple[int, ...]] = {}
 
@@ -65,16 +65,15 @@ class HintSplicer:
             return [self._neutral_id()] * len(splice.ids)
         stubs = self._stubs(before)
         one, other = (self._ids(stubs, text, splice.role) for text in ("a", "Z"))
-        head = _common(one, other)
-        tail = _common(one[::-1], other[::-1])
+        head = common_length(one, other)
+        tail = common_length(one[::-1], other[::-1])
         inside = len(splice.ids) - head - tail
         if inside < 0 or tuple(one[:head]) != splice.ids[:head]:
             return [self._neutral_id()] * len(splice.ids)
         return [*one[:head], *[self._neutral_id()] * inside, *one[len(one) - tail :]]
 
     def _choose(self, stubs: list[Message], role: HintRole) -> str:
-        assert self._abilities is not None
-        has = {"user": True, "tool_result": self._abilities.tool, "system": self._abilities.system}
+        has = {"user": True, "tool_result": self.abilities.tool, "system": self.abilities.system}
         for candidate in (role, *(other for other in _ROLES if other != role)):
             if not has[candidate]:
                 continue
@@ -119,9 +118,7 @@ class HintSplicer:
 
     def _stubs(self, before: Sequence[Turn]) -> list[Message]:
         """``before`` as messages of the same roles: what a hint's frame is does not hang on what they say."""
-        if self._abilities is None:
-            self._abilities = Abilities.of(self.chat)
-        can = self._abilities
+        can = self.abilities
         stubs: list[Message] = []
         for turn in before:
             role = turn.role
@@ -137,12 +134,3 @@ class HintSplicer:
 
     def _neutral_id(self) -> int:
         return self.chat.text_ids(_NEUTRAL)[-1]
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length

@@ -139,7 +139,7 @@ def read_teacher(
     stands for: 0 for a whole sequence, the length of the shared prefix otherwise."""
     model = _without_ddp(model)
     sites = batch["teacher_input_ids"].size(0)
-    with _eval_mode(model):
+    with eval_mode(model):
         if student is not None and student.keys_values is not None and "teacher_prefix" in batch:
             return _read_behind_prefix(model, batch, student)
         mask = batch["teacher_attention_mask"]
@@ -163,7 +163,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 @torch.no_grad()
 def join_teacher(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """The forward of ``read_teacher`` on a rank that has no site: the shards that other ranks wait for."""
-    with _eval_mode(model):
+    with eval_mode(model):
         read_student(model, batch["input_ids"][:1], batch["attention_mask"][:1], 0, keep_keys_values=False)
 
 
@@ -328,7 +328,8 @@ def _once(model: nn.Module, message: str) -> None:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """``model`` in eval mode, every module back in its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

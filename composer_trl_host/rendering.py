@@ -11,7 +11,7 @@ reach over one is each piece encoded by itself, as it would have been sampled be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -77,14 +77,11 @@ class _Frame:
 class TemplateRenderer:
     """Renders traces with a tokenizer's chat template, once per trace."""
 
-    def __init__(self, chat: Chat, strip_thinking: bool = False) -> None:
+    def __init__(self, chat: Chat, abilities: Abilities, strip_thinking: bool = False) -> None:
         self.chat = chat
+        self.abilities = abilities
         self.strip_thinking = strip_thinking
         self.renderings = 0
-
-    @cached_property
-    def abilities(self) -> Abilities:
-        return Abilities.of(self.chat)
 
     @cached_property
     def frame(self) -> _Frame | None:
@@ -381,13 +378,15 @@ def _behind(chat: Chat, messages: Sequence[Any], needle: str, add_generation_pro
     return text.rpartition(needle)[2]
 
 
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
 def _common_prefix(one: str, other: str) -> str:
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return one[:length]
+    return one[: common_length(one, other)]
 
 
 def _last(control: re.Pattern[str], text: str) -> str:
@@ -398,7 +397,3 @@ def _last(control: re.Pattern[str], text: str) -> str:
 def _reason(error: Exception) -> str:
     cause: BaseException = error.__cause__ or error
     return " ".join(str(cause).split())[:200]
-
-
-Render = Callable[[Sequence[Trace]], list[RenderedTrace | Refused]]
-"""What the collator asks: one rendering per trace, or why there is none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import shlex
 import warnings
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from rich.console import Console
 from transformers import PrinterCallback, set_seed
@@ -20,13 +18,21 @@ from transformers import PrinterCallback, set_seed
 from composer_prime_plugin.cli import INTERRUPT_EXIT
 from composer_prime_plugin.errors import ConfigError, TaskError
 from composer_prime_plugin.runfile import RunFile
+from composer_trl_host.assembly import (
+    DEFAULT_SEQ_LEN,
+    grpo_config,
+    hints_for,
+    lr_factor_of,
+    named_hints,
+    set_optimizer,
+)
 from composer_trl_host.chat import Chat
 from composer_trl_host.embedded import embedded_note
 from composer_trl_host.environment import Environment, Split
 from composer_trl_host.evaluate import Evaluation, Evaluator
 from composer_trl_host.guards import GUARD_EXIT, GuardWatch
-from composer_trl_host.hints import HintGenerator
 from composer_trl_host.loading import load_model, load_object, lora_config
+from composer_trl_host.offline import TraceRows, TraceTrainer, made_once
 from composer_trl_host.report import (
     CURVES_FILE,
     METRICS_FILE,
@@ -40,14 +46,9 @@ from composer_trl_host.report import (
 )
 from composer_trl_host.resolved import RESOLVED_FILE, resolved_json
 from composer_trl_host.rollout import Player, RolloutRunner
-from composer_trl_host.schedule import lr_factor
 from composer_trl_host.settings import HostSettings
-from composer_trl_host.trainer import ComposerGRPOTrainer, make_dr_grpo_config
+from composer_trl_host.trainer import ComposerGRPOTrainer
 from composer_trl_host.verifiers_env.source import find_source
-
-_OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
-DEFAULT_SEQ_LEN = 2048
-"""PRIME-RL's. Read only where neither ``seq_len`` nor a limit on a turn's tokens is set."""
 
 
 def run_host(run: RunFile, console: Console | None = None) -> int:
@@ -158,9 +159,6 @@ def build_any(settings: HostSettings, run: RunFile) -> Built:
 
 def build_offline(settings: HostSettings) -> Built:
     """The trainer of recorded traces (``trl_host.traces``)."""
-    from composer_trl_host.hinting import build_judge, default_layered
-    from composer_trl_host.offline import TraceRows, TraceTrainer, made_once
-
     host = settings.config.trl_host
     assert host.traces is not None
     if host.environment is not None:
@@ -172,14 +170,9 @@ def build_offline(settings: HostSettings) -> Built:
             f"batch_size must be at least 2 on this host; found {settings.batch_size}; raise it"
         )
     model, tokenizer = load_model(settings)
-    hints = named_hints(settings) or default_layered(
-        None if host.judge is None else build_judge(host.judge, base_dir=settings.base_dir),
-        max_hint_tokens=host.max_hint_tokens,
-        count_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
-        without=host.skip_hints,
-    )
+    hints = hints_for(settings, tokenizer)
     # Rows come from a file, not from groups of a prompt; TRL only checks that the number divides the batch.
-    args = _grpo_config(dataclasses.replace(settings, group_size=settings.batch_size), turn_tokens=1)
+    args = grpo_config(dataclasses.replace(settings, group_size=settings.batch_size), turn_tokens=1)
     assert args.device is not None  # sets up the processes, which share what one of them read
     path = (settings.base_dir / Path(host.traces).expanduser()).resolve()
     source = made_once(
@@ -195,19 +188,10 @@ def build_offline(settings: HostSettings) -> Built:
         peft_config=lora_config(settings),
         composer_config=settings.config,
         rows=source.rows,
-        lr_factor=_lr_factor(settings),
+        lr_factor=lr_factor_of(settings),
     )
-    _set_optimizer(trainer, settings)
+    set_optimizer(trainer, settings)
     return Built(trainer, notes=source.lines())
-
-
-def named_hints(settings: HostSettings) -> HintGenerator | None:
-    """The generator that ``trl_host.hints`` names, or None."""
-    spec = settings.config.trl_host.hints
-    if spec is None:
-        return None
-    hints = load_object(spec, settings.base_dir, "trl_host.hints")
-    return hints() if isinstance(hints, type) else hints
 
 
 def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, list[dict[str, Any]]]:
@@ -251,34 +235,17 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
     runner = RolloutRunner(environment, chat, hints, settings.config, (), longest_context)
     trainer = ComposerGRPOTrainer(
         model=model,
-        args=_grpo_config(settings, turn_tokens),
+        args=grpo_config(settings, turn_tokens),
         train_dataset=dataset,
         processing_class=tokenizer,
         peft_config=lora_config(settings),
         composer_config=settings.config,
         runner=runner,
-        lr_factor=_lr_factor(settings),
+        lr_factor=lr_factor_of(settings),
     )
     runner.eos_token_ids = tuple(trainer.eos_token_ids)
-    _set_optimizer(trainer, settings)
+    set_optimizer(trainer, settings)
     return trainer, runner, heldout
-
-
-def _lr_factor(settings: HostSettings) -> Callable[[int], float]:
-    return lr_factor(
-        settings.scheduler,
-        max_steps=settings.max_steps,
-        warmup_steps=settings.warmup_steps,
-        decay_steps=settings.decay_steps,
-        min_factor=settings.min_lr / settings.lr if settings.lr else 0.0,
-    )
-
-
-def _set_optimizer(trainer: ComposerGRPOTrainer, settings: HostSettings) -> None:
-    if settings.optimizer == "sgd":
-        # transformers' own "sgd" has no momentum.
-        sgd = {"lr": settings.lr, "momentum": settings.momentum, "nesterov": settings.nesterov}
-        trainer.optimizer_cls_and_kwargs = (torch.optim.SGD, sgd)
 
 
 def _rows(environment: Environment, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
@@ -304,63 +271,6 @@ def _turn_tokens(settings: HostSettings, prompt_lengths: list[int]) -> int:
             f"{max(prompt_lengths)} tokens; found {seq_len}; raise seq_len or set max_completion_tokens"
         )
     return room
-
-
-def _grpo_config(settings: HostSettings, turn_tokens: int) -> Any:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    micro = min(settings.config.trl_host.micro_batch_size, settings.batch_size // processes)
-    if settings.wandb_project is not None:
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError(
-                "wandb must be installed where the TOML has a W&B table; found none; pip install wandb, or add --no-wandb"
-            )
-        os.environ["WANDB_PROJECT"] = settings.wandb_project
-    if settings.group_size < 2:
-        raise ConfigError(
-            "orchestrator.group_size must be at least 2, since advantages are taken against the group's mean; found "
-            f"{settings.group_size}; set orchestrator.group_size = 2 or more"
-        )
-    if micro == 0 or settings.batch_size % (micro * processes):
-        raise ConfigError(
-            f"batch_size must be a multiple of micro_batch_size x processes; found batch_size {settings.batch_size}, "
-            f"micro_batch_size {micro}, {processes} processes; set trl_host.micro_batch_size"
-        )
-    if settings.batch_size % settings.group_size:
-        raise ConfigError(
-            f"batch_size must be a multiple of group_size; found {settings.batch_size} and {settings.group_size}"
-        )
-    gpu = torch.cuda.is_available()
-    return make_dr_grpo_config(
-        output_dir=str(settings.run_dir),
-        run_name=settings.run_name,
-        report_to="wandb" if settings.wandb_project else "none",
-        max_steps=settings.max_steps,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=settings.batch_size // (micro * processes),
-        num_generations=settings.group_size,
-        max_completion_length=turn_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k or 0,
-        min_p=settings.min_p,
-        optim=_OPTIMIZERS[settings.optimizer],
-        learning_rate=settings.lr,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_norm or 0.0,
-        save_strategy="steps",
-        save_steps=settings.ckpt_interval or settings.max_steps,
-        save_total_limit=settings.ckpt_keep_last,
-        logging_steps=1,
-        logging_first_step=True,
-        seed=settings.seed,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        bf16=gpu,
-        use_cpu=not gpu,
-        disable_tqdm=True,
-        dataloader_pin_memory=gpu,
-    )
 
 
 def _evaluate(

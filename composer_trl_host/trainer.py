@@ -7,7 +7,7 @@ tokens per optimizer step and the rollouts' error sites.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +168,13 @@ class ComposerGRPOTrainer(GRPOTrainer):
         try:
             turns, logprobs = self._generate_single_turn(contexts, None, {}, 1)
         except RuntimeError:
-            self._finite.sampling(self.model, contexts, self.state.global_step + 1)
+            self.blame_sampling(contexts)
             raise
         return turns, logprobs
+
+    def blame_sampling(self, contexts: Sequence[Sequence[int]]) -> None:
+        """Raise ``NonFiniteError`` where sampling from ``contexts`` failed because logits are not finite."""
+        self._finite.sampling(self.model, contexts, self.state.global_step + 1)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._rows, self._rollouts = inputs, []

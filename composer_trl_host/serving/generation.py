@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_trl_host.reading import eval_mode
 from composer_trl_host.serving.batching import Ticket
 from composer_trl_host.serving.protocol import Completion, FinishReason, Sampling
 
@@ -46,7 +47,7 @@ class TokenGenerator:
             max_new_tokens=max(ticket.sampling.max_tokens for ticket in tickets),
             pad_token_id=self.pad_token_id,
         )
-        with _evaluating(model), _plain_defaults(model):
+        with eval_mode(model), _plain_defaults(model):
             model.generate(
                 input_ids=torch.tensor(ids, device=device),
                 attention_mask=torch.tensor(mask, device=device),
@@ -178,14 +179,3 @@ def _plain_defaults(model: Any) -> Iterator[None]:
     finally:
         for holder, config in saved:
             holder.generation_config = config
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

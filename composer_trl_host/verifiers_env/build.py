@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from typing import Any
 
 from datasets import Dataset
 
 from composer_prime_plugin.errors import ConfigError
+from composer_trl_host.assembly import DEFAULT_SEQ_LEN, grpo_config, hints_for, lr_factor_of, set_optimizer
 from composer_trl_host.embedded import MODEL_NAME, embedded_model
-from composer_trl_host.hinting import build_judge, default_layered
 from composer_trl_host.hints import Message
 from composer_trl_host.loading import load_model, lora_config
 from composer_trl_host.serving import TokenGenerator
@@ -23,8 +24,6 @@ from composer_trl_host.verifiers_env.source import Source, load_environment, loa
 
 def build_verifiers(settings: HostSettings, source: Source) -> tuple[ComposerGRPOTrainer, VerifiersRunner]:
     """The trainer and its runner, which the caller closes."""
-    from composer_trl_host import run
-
     host = settings.config.trl_host
     _check_processes()
     environment = load_environment(source)
@@ -37,13 +36,8 @@ def build_verifiers(settings: HostSettings, source: Source) -> tuple[ComposerGRP
             f"{host.train_rows}; lower batch_size or raise train_rows"
         )
     model, tokenizer = load_model(settings)
-    hints = run.named_hints(settings) or default_layered(
-        None if host.judge is None else build_judge(host.judge, base_dir=settings.base_dir),
-        max_hint_tokens=host.max_hint_tokens,
-        count_tokens=lambda text: len(tokenizer.encode(text, add_special_tokens=False)),
-        without=host.skip_hints,
-    )
-    seq_len = min(settings.seq_len or run.DEFAULT_SEQ_LEN, _positions(model))
+    hints = hints_for(settings, tokenizer)
+    seq_len = min(settings.seq_len or DEFAULT_SEQ_LEN, _positions(model))
     limits = Limits(settings.model_name or MODEL_NAME, seq_len, len(tokenizer))
     policy = Policy(
         limits, settings.model_name or str(embedded_model()), renderer, _sampling(settings, seq_len)
@@ -52,7 +46,7 @@ def build_verifiers(settings: HostSettings, source: Source) -> tuple[ComposerGRP
     runner = VerifiersRunner(environment, tasks, converter, policy, settings.group_size)
     trainer = ComposerGRPOTrainer(
         model=model,
-        args=run._grpo_config(settings, settings.max_completion_tokens or seq_len),
+        args=grpo_config(settings, settings.max_completion_tokens or seq_len),
         train_dataset=Dataset.from_list(
             [{"task": number, "prompt": _prompt(task.data)} for number, task in enumerate(tasks)]
         ),
@@ -60,9 +54,9 @@ def build_verifiers(settings: HostSettings, source: Source) -> tuple[ComposerGRP
         peft_config=lora_config(settings),
         composer_config=settings.config,
         runner=runner,
-        lr_factor=run._lr_factor(settings),
+        lr_factor=lr_factor_of(settings),
     )
-    run._set_optimizer(trainer, settings)
+    set_optimizer(trainer, settings)
     bind(runner, trainer, tokenizer)
     return trainer, runner
 
@@ -71,14 +65,10 @@ def bind(runner: VerifiersRunner, trainer: ComposerGRPOTrainer, tokenizer: Any) 
     """Let the runner sample from the trainer's weights, as they are between steps."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     runner.generate = TokenGenerator(lambda: trainer.model, trainer.eos_token_ids, pad)
-    runner.on_generation_error = lambda contexts: trainer._finite.sampling(
-        trainer.model, contexts, trainer.state.global_step + 1
-    )
+    runner.on_generation_error = trainer.blame_sampling
 
 
 def _check_processes() -> None:
-    import os
-
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "environments of verifiers must train in one process on the TRL host; found several (WORLD_SIZE); start without "
