@@ -24,7 +24,7 @@ from shapes import GENERATION_PROMPT, Shape
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
-BLOCK_ENTRIES = 2**23
+BLOCK_ENTRIES = 2**22
 """Logits held at once, as in ``composer_trl_host.head``."""
 OPTIMIZER_FLOATS = {"adamw": 2, "sgd": 1}
 """Float32 values that the optimizer keeps per trained weight (SGD: its momentum)."""
@@ -193,7 +193,7 @@ def memory(sizes: Sizes, batch: Shape, options: Set | None = None) -> Memory:
         optimizer=trained * 4 * OPTIMIZER_FLOATS[options.optimizer],
         teacher=copied + average,
         activations=tokens * layer,
-        logits=3 * min(BLOCK_ENTRIES, batch.rows * batch.completion * sizes.vocab) * 4 + sizes.head * 4,
+        logits=2 * min(BLOCK_ENTRIES, batch.rows * batch.completion * sizes.vocab) * 4 + sizes.head * 4,
         sdpo=sdpo,
     )
 

@@ -1,11 +1,12 @@
 """Peak memory of an SDPO step over a step of TRL's ``GRPOTrainer`` without SDPO.
 
-    python bench/memory.py [--pairs 3] [--only grpo trl_sdpo off] [--json FILE]
+    python bench/memory.py [--pairs 3] [--only grpo trl_sdpo off] [--checkpointing] [--json FILE]
 
 Every figure comes from a fresh process that loads the model, builds TRL's trainer where it is theirs, reads
 every weight once, and then runs forward and backward twice: the peak of its resident memory less what it held
 before. Both sides thus count activations, logits and gradients, and neither the weights nor an optimizer;
-no activation checkpointing, float32. ``grpo``: over TRL's GRPO step. ``trl_sdpo``: over TRL's SDPO step
+float32. Without ``--checkpointing`` activations are kept; with it they are formed again on both sides, as TRL's
+own default has it, and our teacher reads its whole sequence. ``grpo``: over TRL's GRPO step. ``trl_sdpo``: over TRL's SDPO step
 (full logits, weight 0.5, live teacher). ``off``: over ours with ``sdpo.weight = 0``. Linux only.
 """
 
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +128,11 @@ def step_of(side: str, model: Any, name: str | None, shape: Shape, folder: Path)
     return run_theirs
 
 
-def child(side: str, name: str | None, shape: Shape, steps: int = 2) -> Found:
+def child(side: str, name: str | None, shape: Shape, checkpointing: bool = False, steps: int = 2) -> Found:
     """The measurement itself, to be made in a process of its own."""
     model, _ = load(name)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with tempfile.TemporaryDirectory() as folder:
         run = step_of(side, model, name, shape, Path(folder))
         mark = digest(model, make_batch(shape, model.config.vocab_size))
@@ -140,15 +144,19 @@ def child(side: str, name: str | None, shape: Shape, steps: int = 2) -> Found:
         return Found(before, resident("VmHWM"), policy, mark)
 
 
-def fresh(side: str, name: str | None, shape: Shape) -> Found:
+def fresh(side: str, name: str | None, shape: Shape, checkpointing: bool = False) -> Found:
     """``child`` in a fresh process."""
-    command = [sys.executable, __file__, "--child", side, json.dumps({"model": name, "shape": asdict(shape)})]
+    asked = {"model": name, "shape": asdict(shape), "checkpointing": checkpointing}
+    command = [sys.executable, __file__, "--child", side, json.dumps(asked)]
     root = str(Path(__file__).resolve().parents[1])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
         # With arenas per thread the peak would hang on how threads are scheduled.
         "MALLOC_ARENA_MAX": "1",
+        # glibc's own threshold, held where it starts: above it a tensor is a mapping of its own and leaves with
+        # the tensor. Left to itself it moves up to 32 MiB, and the peak counts the holes in the heap.
+        "MALLOC_MMAP_THRESHOLD_": str(128 * 1024),
         "TOKENIZERS_PARALLELISM": "false",
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -160,7 +168,7 @@ def fresh(side: str, name: str | None, shape: Shape) -> Found:
 class Processes:
     """Fresh processes of one shape, whose weights, ids and policy loss must all be the same."""
 
-    def __init__(self, name: str | None, shape: Shape, start: Callable[..., Found] = fresh) -> None:
+    def __init__(self, name: str | None, shape: Shape, start: Callable[..., Found]) -> None:
         self.name, self.shape, self.start = name, shape, start
         self.first: Found | None = None
         self.peaks: dict[str, list[int]] = {}
@@ -203,12 +211,14 @@ def measure(name: str | None, shape: Shape, pairs: int, parts: list[str], start:
 def main() -> None:
     parser = parser_of(__doc__, list(PARTS), 3)
     add_shape_arguments(parser)
+    parser.add_argument("--checkpointing", action="store_true", help="form activations again in the backward")
     parser.add_argument("--child", nargs=2, metavar=("SIDE", "JSON"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         side, described = arguments.child
         asked = json.loads(described)
-        print(json.dumps(asdict(child(side, asked["model"], Shape(**asked["shape"])))))
+        found = child(side, asked["model"], Shape(**asked["shape"]), asked["checkpointing"])
+        print(json.dumps(asdict(found)))
         return
     shape = shape_of(arguments, Shape(rows=2))
     model, name = load(arguments.model)
@@ -216,7 +226,8 @@ def main() -> None:
     gradients = sum(parameter.numel() * 4 for parameter in model.parameters()) / MIB
     del model
     print(f"{shape}; each side's figure holds the gradients, {gradients:.0f} MiB, and not the weights")
-    for row in measure(arguments.model, shape, arguments.pairs, arguments.only):
+    start = partial(fresh, checkpointing=arguments.checkpointing)
+    for row in measure(arguments.model, shape, arguments.pairs, arguments.only, start):
         record.add(row)
         mine, other = (statistics.median(row.details[f"added_mib_{side}"]) for side in ("ours", "other"))
         print(f"  ours {mine:.0f} MiB, other {other:.0f} MiB (medians)")

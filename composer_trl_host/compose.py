@@ -22,6 +22,7 @@ from composer_prime_plugin.errors import LossInputError
 from composer_prime_plugin.objectives import PolicyInputs
 from composer_prime_plugin.plugin import channel_one, check_sample
 from composer_trl_host.alignment import Pairs, paired_positions
+from composer_trl_host.logprobs import token_logprobs
 from composer_trl_host.reading import (
     Reading,
     any_rank,
@@ -234,15 +235,6 @@ def _samples(reading: Reading, batch: Mapping[str, Any], temperature: float) -> 
     return samples
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """``(n,)`` float32 log-probs (nats) of ``tokens`` ``(n,)`` under ``logits`` ``(n, vocab)``."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
-    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return chosen - torch.logsumexp(logits, dim=-1)
-
-
 def _log_ratio(samples: Sequence[PolicyInputs], batch: Mapping[str, Any]) -> Tensor:
     """``(B, T)`` trainer minus inference log-prob of every completion token, in nats, detached. 0, as
     on-policy, for any other token: nobody knows what it was sampled with."""
@@ -280,7 +272,7 @@ def _divergence(
         )
         return torch.stack([result.values, result.clipped.to(result.values.dtype)], dim=-1)
 
-    values, clipped = student.per_token(pairs.row, pairs.student - 1, rows, summed=True).unbind(dim=-1)
+    values, clipped = student.per_token(pairs.row, pairs.student - 1, rows, first_column=True).unbind(dim=-1)
     return values, clipped.detach() > 0
 
 

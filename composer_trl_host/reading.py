@@ -42,9 +42,9 @@ FUNCTIONAL_NOISE = ("attention_dropout", "router_jitter_noise")
 class Reading(Protocol):
     """Next-token distributions of a batch; ``column`` is the position that predicts."""
 
-    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, summed: bool = False) -> Tensor:
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, first_column: bool = False) -> Tensor:
         """``rows_fn`` of the logits at ``(row, column)``, ``(n, ...)``, with gradient to the model.
-        ``summed``: the first column of ``(n, m)`` results goes into a sum and no other is trained."""
+        ``first_column``: of ``(n, m)`` results the first column alone is trained."""
         ...
 
     def block(self, row: Tensor, column: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class LogitsReading:
     logits: Tensor
     first: int = 0
 
-    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, summed: bool = False) -> Tensor:
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, first_column: bool = False) -> Tensor:
         return rows_fn(self.logits[row, column - self.first], slice(0, row.numel()))
 
     @torch.no_grad()
@@ -74,8 +74,8 @@ class HiddenReading:
     hidden: Tensor
     head: OutputHead
 
-    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, summed: bool = False) -> Tensor:
-        return chunked_rows(self.hidden[row, column], self.head, rows_fn, gradient_with_forward=summed)
+    def per_token(self, row: Tensor, column: Tensor, rows_fn: RowsFn, first_column: bool = False) -> Tensor:
+        return chunked_rows(self.hidden[row, column], self.head, rows_fn, gradient_with_forward=first_column)
 
     @torch.no_grad()
     def block(self, row: Tensor, column: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def read_student(
     if not _head_fits(model, head, hidden[:, -1], logits[:, -1]):
         return read_student(model, input_ids, attention_mask, first, keep_keys_values)
     cache = getattr(seen[0], _cache_name(decoder)) if share else None
-    return StudentReading(HiddenReading(hidden, head), _detached_layers(cache))
+    return StudentReading(HiddenReading(hidden, head.summing()), _detached_layers(cache))
 
 
 @torch.no_grad()

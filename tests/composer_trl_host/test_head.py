@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import log_softmax
 
 from composer_trl_host import head as module
-from composer_trl_host.compose import token_logprobs
 from composer_trl_host.head import OutputHead, chunked_rows
+from composer_trl_host.logprobs import token_logprobs
 
 ROWS, HIDDEN, VOCAB = 11, 6, 17
 HEADS = {
@@ -96,6 +96,15 @@ def test_gradients_in_the_shipped_dtypes_stay_near_float64(dtype, rtol, block_ro
         assert float((grad.double() - want).norm() / want.norm()) < rtol
 
 
+@pytest.mark.parametrize(
+    ("device", "vocab", "rows"),
+    [("cpu", 2**20, 4), ("cpu", 2**25, 1), ("cuda", 2**20, 512), ("cuda", 2**10, 2**12)],
+)
+def test_blocks_hold_few_logits_on_a_cpu_and_many_rows_elsewhere(device, vocab, rows):
+    # 2**22 logits at once: 4 rows of 2**20, 2**12 rows of 2**10.
+    assert module.block_rows(vocab, torch.device(device)) == rows
+
+
 def test_no_row_is_a_zero_that_backpropagates():
     hidden, output = build("plain")
     empty = chunked_rows(hidden[:0], output, lambda logits, block: logits.sum(dim=-1)).sum()
@@ -112,10 +121,90 @@ def test_a_frozen_head_gets_no_gradient():
     assert frozen.weight.grad is None
 
 
+def two_calls(hidden, output):
+    """Two calls of one head, of which the second takes its gradient with the forward."""
+    upper, lower = hidden[:6], hidden[4:]
+    first = chunked_rows(upper, output, lambda logits, block: token_logprobs(logits, tokens()[:6][block]))
+    second = chunked_rows(
+        lower, output, lambda logits, block: logits.square().sum(dim=-1)[:, None], gradient_with_forward=True
+    )
+    return (first * torch.linspace(-1, 2, 6, dtype=torch.float64)).sum() + 0.7 * second.sum()
+
+
+def plain_two_calls(hidden, output):
+    logits = output.logits(hidden)
+    first = log_softmax(logits[:6], -1)[torch.arange(6), tokens()[:6]]
+    second = logits[4:].square().sum()
+    return (first * torch.linspace(-1, 2, 6, dtype=torch.float64)).sum() + 0.7 * second
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_all_calls_of_a_summing_head_add_up_to_the_plain_gradient(kind, block_rows):
+    hidden, output = build(kind)
+    leaves = [leaf for leaf in (hidden, output.weight, output.bias) if leaf is not None]
+    loss = two_calls(hidden, output.summing())
+    wanted = torch.autograd.grad(plain_two_calls(hidden, output), leaves)
+    for again in (True, False):
+        # The second backward of a kept graph starts from nothing, and so does one after a backward that
+        # asked for the hidden states' gradient alone.
+        for grad, want in zip(torch.autograd.grad(loss, leaves, retain_graph=True), wanted, strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
+        if again:
+            (alone,) = torch.autograd.grad(loss, [hidden], retain_graph=True)
+            torch.testing.assert_close(alone, wanted[0], rtol=1e-10, atol=1e-12)
+
+
+def test_a_summing_head_holds_one_tensor_of_its_size():
+    """However many calls there are: each one's own would be added into by autograd."""
+    hidden, output = build("plain")
+    head = output.summing()
+    seen = []
+    add = module._Gradients.add
+
+    def spied(self, *args):
+        add(self, *args)
+        seen.append(self.head.weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._Gradients, "add", spied)
+        (
+            chunked_rows(hidden, head, logprobs).sum() + 2 * chunked_rows(hidden, head, logprobs).sum()
+        ).backward()
+    assert len({tensor.data_ptr() for tensor in seen}) == 1
+
+
+def test_logits_formed_past_a_summing_head_are_refused_in_the_backward():
+    hidden, output = build("plain")
+    loss = output.summing().logits(hidden).sum()
+    with pytest.raises(RuntimeError, match="must be read through chunked_rows alone"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_log_probs_of_tokens_and_their_gradient(temperature, dtype):
+    """Against log_softmax in float64, forbidden entries included."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(ROWS, VOCAB, generator=generator, dtype=torch.float64)).to(dtype)
+    logits[2, 5] = -torch.inf
+    logits.requires_grad_()
+    upstream = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+    mine = token_logprobs(logits, tokens(), temperature)
+    assert mine.dtype == torch.promote_types(dtype, torch.float32)
+    (grad,) = torch.autograd.grad(mine, [logits], upstream.to(mine.dtype))
+    wide = logits.detach().double().requires_grad_()
+    wanted = log_softmax(wide / temperature, -1)[torch.arange(ROWS), tokens()]
+    (want,) = torch.autograd.grad(wanted, [wide], upstream)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(mine.double(), wanted, rtol=min(tolerance, 1e-5), atol=min(tolerance, 1e-5))
+    torch.testing.assert_close(grad.double(), want, rtol=tolerance, atol=tolerance)
+    assert grad.dtype == dtype
+
+
 @pytest.mark.parametrize("factors", ["one for all", "one each", "on both columns"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_gradient_taken_with_the_forward_is_the_plain_one(kind, factors, block_rows):
-    """With one factor it is used as it is; otherwise the logits are formed again."""
+    """Also where it is held for some of the rows alone: the head is six wide, and there are eleven rows."""
     hidden, output = build(kind)
 
     def rows(logits, block):
@@ -135,3 +224,20 @@ def test_the_gradient_taken_with_the_forward_is_the_plain_one(kind, factors, blo
         strict=True,
     ):
         torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12)
+
+
+def test_held_gradients_fill_no_more_than_a_tensor_of_the_heads_size_and_are_not_formed_twice(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ENTRIES", 2 * VOCAB)
+    hidden, output = build("plain")
+    formed = []
+
+    def rows(logits, block):
+        formed.append((block.start, logits.requires_grad))
+        return logits.square().sum(dim=-1, keepdim=True)
+
+    loss = chunked_rows(hidden, output, rows, gradient_with_forward=True).sum()
+    # Six wide: the first three blocks of two rows are held.
+    assert formed == [(0, True), (2, True), (4, True), (6, False), (8, False), (10, False)]
+    formed.clear()
+    loss.backward()
+    assert formed == [(6, True), (8, True), (10, True)]
