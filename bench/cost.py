@@ -24,7 +24,7 @@ from shapes import GENERATION_PROMPT, Shape
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
-BLOCK_ENTRIES = 2**22
+BLOCK_ENTRIES = 2**23
 """Logits held at once, as in ``composer_trl_host.head``."""
 OPTIMIZER_FLOATS = {"adamw": 2, "sgd": 1}
 """Float32 values that the optimizer keeps per trained weight (SGD: its momentum)."""

@@ -396,6 +396,13 @@ class TRLHostConfig(_Table):
     heldout_rows: int = Field(64, ge=0)
     """Rows of the held-out split, evaluated at the start and the end. 0: no evaluation."""
 
+    vllm_base_url: str | None = None
+    """Address of a running vLLM server that environments of verifiers sample from (docs/verifiers.md), for example
+    ``http://localhost:8000``. None: the host samples with transformers."""
+
+    seed: int | None = Field(None, ge=0, lt=2**32)
+    """Seed of data, sampling and training. None: ``orchestrator.seed``, which v0.5.0 alone has, else 42."""
+
     micro_batch_size: int = Field(8, ge=1)
     """Rollouts per forward and backward on each process. It changes memory and speed, not gradients."""
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-CHUNK_ENTRIES = 2**22
-"""Logits held at once (16 MiB in float32): small enough to stay far below a step's activations,
+CHUNK_ENTRIES = 2**23
+"""Logits held at once (32 MiB in float32): small enough to stay far below a step's activations,
 large enough that the matrix product, not the loop, takes the time."""
 
 ACCELERATOR_ROWS = 512

@@ -192,7 +192,7 @@ HONOURED: tuple[Honoured, ...] = (
         "orchestrator.seed",
         SEED,
         42,
-        "`seed` of data, sampling and training; v0.5.0 has the key, later releases refuse it",
+        "`seed` of data, sampling and training; v0.5.0 has the key, later releases refuse it: set `trl_host.seed`",
     ),
     _row("optimizer", "trainer.optim.type", OPTIMIZER, "adamw", "`torch.optim.AdamW` or `torch.optim.SGD`"),
     _row("lr", "trainer.optim.lr", RATE, 1e-6, "`learning_rate`"),
@@ -297,8 +297,14 @@ _SHARDING = "the host shards with accelerate, not with PRIME-RL's trainer"
 _TRANSPORT = "the host trains and generates in one process, so nothing is sent"
 _ON_POLICY = "the host generates each batch with the weights that it then trains"
 _TASK = "the host takes its one task from trl_host.environment, or recorded traces from trl_host.traces"
-_SOURCE = f"{_TASK}, where either is set; else one [[orchestrator.train.source]] of verifiers 0.4 is the task (docs/verifiers.md)"
-_EVAL = "the host evaluates trl_host.heldout_rows at the start and the end"
+_SOURCE = (
+    f"{_TASK}, where either is set; else from tables that name tasksets of verifiers 0.4 (docs/verifiers.md)"
+)
+_EVAL = (
+    "the host evaluates trl_host.heldout_rows at the start and the end; a run on environments of verifiers plays the "
+    "tables of [[orchestrator.eval.source]] (docs/verifiers.md)"
+)
+_EVAL_SERVER = "held-out episodes are played in the trainer's process, between steps"
 _NOT_POLICY = "tokens would be sampled from another distribution than the one that is trained"
 _ONE_MODEL = "the host generates with the weights that it trains"
 _TEACHER = "the host's teacher is the model itself with a hint in its context"
@@ -362,11 +368,12 @@ NOT_HONOURED: tuple[NotHonoured, ...] = (
     *_each("orchestrator.max_inflight_rollouts orchestrator.max_inflight_episodes", _ON_POLICY),
     *_each("orchestrator.concurrency orchestrator.max_concurrent orchestrator.pool_size", _ON_POLICY),
     *_each("orchestrator.tasks_per_minute", _ON_POLICY),
-    *_each("orchestrator.train.source", _SOURCE),
-    *_each("orchestrator.train.env orchestrator.env", _TASK),
+    *_each("orchestrator.train.source orchestrator.train.env orchestrator.env", _SOURCE),
     *_each("orchestrator.train.num_workers orchestrator.train.max_retries", _TASK),
     *_each("orchestrator.buffer orchestrator.env_install_prerelease", _TASK),
     *_each("orchestrator.eval orchestrator.val", _EVAL),
+    *_each("orchestrator.eval.num_workers orchestrator.eval.max_retries", _EVAL_SERVER),
+    *_each("orchestrator.eval.cancel_inflight_rollouts_on_eval", _EVAL_SERVER, (True, False)),
     *_each("orchestrator.model.name orchestrator.model.model orchestrator.student.model", _ONE_MODEL),
     *_each("orchestrator.model.trust_remote_code", "trainer.model.trust_remote_code is read", (False,)),
     *_each("orchestrator.model.lora", "trainer.model.lora is the one adapter"),
@@ -389,7 +396,7 @@ NOT_HONOURED: tuple[NotHonoured, ...] = (
     *_each("orchestrator.sampling.temp_scheduler", "the temperature is constant"),
     *_each("orchestrator.sampling.repetition_penalty", _NOT_POLICY, (1, 1.0)),
     *_each("orchestrator.sampling.min_tokens", _NOT_POLICY, (0,)),
-    *_each("orchestrator.sampling.seed", "one seed rules the run: orchestrator.seed"),
+    *_each("orchestrator.sampling.seed", "one seed rules the run: trl_host.seed"),
     *_each(_sampling("extra_body"), "it is sent to an inference server, and the host starts none", ({},)),
     *_each("orchestrator.renderer", "the model's chat template renders the messages"),
     *_each("tokenizer trainer.tokenizer orchestrator.tokenizer", _TOKENIZER),
@@ -461,8 +468,5 @@ MODEL_NAME_COPIES = (
     "orchestrator.tokenizer.name",
 )
 """Keys that ask for nothing where they repeat the name of the model."""
-
-VERIFIERS_KEYS = ("orchestrator.train.source", "orchestrator.renderer")
-"""Honoured where neither ``trl_host.environment`` nor ``trl_host.traces`` names the task (docs/verifiers.md)."""
 
 UNKNOWN = "unknown to PRIME-RL"

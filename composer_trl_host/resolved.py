@@ -95,8 +95,8 @@ def resolved_document(settings: HostSettings) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for row in HONOURED:
         value = values.get(row.field)
-        if row.field == "seed" and value == row.default:
-            continue  # newer releases of PRIME-RL refuse the key
+        if row.field == "seed" and (value == row.default or settings.config.trl_host.seed is not None):
+            continue  # newer releases of PRIME-RL refuse the key; trl_host.seed is written below
         if row.field not in unread and (value is not None or row.kind.null):
             _put(document, row.keys[0], value)
     if settings.gradient_checkpointing:

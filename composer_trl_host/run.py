@@ -48,6 +48,7 @@ from composer_trl_host.resolved import RESOLVED_FILE, resolved_json
 from composer_trl_host.rollout import Player, RolloutRunner
 from composer_trl_host.settings import HostSettings
 from composer_trl_host.trainer import ComposerGRPOTrainer
+from composer_trl_host.verifiers_env.heldout import HeldOut
 from composer_trl_host.verifiers_env.source import find_source
 
 
@@ -82,8 +83,14 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     stop = GracefulStop(console)
     start = end = None
     trainer.remove_callback(PrinterCallback)
-    for callback in (writer, report, stop):
-        trainer.add_callback(callback)
+    heldout = built.evaluation
+    if heldout is not None:
+        heldout.say = lambda line: console.print(line, highlight=False, markup=False)
+        heldout.write = writer.write
+    # The evaluation first: the report counts the first step's seconds from when it is told that training begins.
+    for callback in (heldout, writer, report, stop):
+        if callback is not None:
+            trainer.add_callback(callback)
     if main:
         trainer.guards.say = lambda line: console.print(line, highlight=False, markup=False)
     try:
@@ -94,6 +101,8 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finished = trainer.state.global_step >= settings.max_steps
         end = _evaluate(trainer, evaluator, writer, console, "end") if finished else None
+        if heldout is not None and finished:
+            heldout.finish(trainer.state.global_step)
     except KeyboardInterrupt:
         report.stop()
         console.print(f"interrupted; {_how_to_go_on(run, settings)}", highlight=False, markup=False)
@@ -106,7 +115,7 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
             draw_curves(report.history, settings.run_dir / CURVES_FILE)
         built.close()
     if main:
-        _close(console, settings, built.runner, report, trainer.guards, start, end)
+        _close(console, settings, built, report, trainer.guards, start, end)
     ended_by = trainer.guards.stopped_by
     if ended_by is not None:
         message = "the run is complete" if finished else _how_to_go_on(run, settings)
@@ -133,11 +142,13 @@ def _how_to_go_on(run: RunFile, settings: HostSettings) -> str:
 @dataclass(frozen=True)
 class Built:
     """What a run trains with. ``runner`` and the ``heldout`` rows: of a live task; traces have neither.
-    ``notes``: lines about the input. ``close`` ends what the run started besides."""
+    ``evaluation``: of environments of verifiers, which have no such rows. ``notes``: lines about the input. ``close``
+    ends what the run started besides."""
 
     trainer: ComposerGRPOTrainer
     runner: Player | None = None
     heldout: Sequence[dict[str, Any]] = ()
+    evaluation: HeldOut | None = None
     notes: Sequence[str] = ()
     close: Callable[[], None] = lambda: None
 
@@ -145,16 +156,22 @@ class Built:
 def build_any(settings: HostSettings, run: RunFile) -> Built:
     """The run that the settings ask for: recorded traces, an environment of verifiers, or a live task."""
     host = settings.config.trl_host
+    source = None if host.environment is not None or host.traces else find_source(run.document)
+    if source is None and host.vllm_base_url is not None:
+        raise ConfigError(
+            "trl_host.vllm_base_url must stand with environments of verifiers, which alone are sampled there; found none; remove "
+            "it, or set [[orchestrator.train.source]]"
+        )
     if host.traces:
         return build_offline(settings)
-    source = None if host.environment is not None else find_source(run.document)
     if source is None:
         return Built(*build(settings))
     from composer_trl_host.verifiers_env.build import build_verifiers
 
-    trainer, runner = build_verifiers(settings, source)
-    note = f"environment: {source.name}, of verifiers, with its own code, tools and rewards; no held-out evaluation"
-    return Built(trainer, runner, notes=[note], close=runner.close)
+    made = build_verifiers(settings, source)
+    return Built(
+        made.trainer, made.runner, evaluation=made.heldout, notes=made.notes, close=made.runner.close
+    )
 
 
 def build_offline(settings: HostSettings) -> Built:
@@ -201,7 +218,7 @@ def build(settings: HostSettings) -> tuple[ComposerGRPOTrainer, RolloutRunner, l
         raise ConfigError(
             "trl_host must name what to train on; found neither environment nor traces; set environment to file.py:Class "
             "or package.module.Class, or traces to a file or folder, under [trainer.loss.kwargs.trl_host], or "
-            "[[orchestrator.train.source]] to an environment of verifiers 0.4"
+            "[[orchestrator.train.source]] to environments of verifiers 0.4"
         )
     environment = load_object(host.environment, settings.base_dir, "trl_host.environment")
     if isinstance(environment, type) or not isinstance(environment, Environment):
@@ -347,7 +364,7 @@ def _make_folder(folder: Path, resuming: bool, console: Console) -> None:
 def _close(
     console: Console,
     settings: HostSettings,
-    runner: Player | None,
+    built: Built,
     report: ConsoleReport,
     guards: GuardWatch,
     start: Evaluation | None,
@@ -355,7 +372,9 @@ def _close(
 ) -> None:
     summary = summarize(report.history, start, end)
     print_summary(console, summary)
-    for reason, count in sorted(runner.dropped.items()) if runner is not None else ():
+    if built.evaluation is not None:
+        built.evaluation.print_table(console)
+    for reason, count in sorted(built.runner.dropped.items()) if built.runner is not None else ():
         console.print(f"error sites left out: {count} ({reason})", highlight=False)
     if guards.findings:
         found = ", ".join(f"{finding.name} (step {finding.step})" for finding in guards.findings)

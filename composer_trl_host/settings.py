@@ -22,12 +22,12 @@ from composer_trl_host.prime_keys import (
     ONE_NAME,
     RESUME_TABLES,
     UNKNOWN,
-    VERIFIERS_KEYS,
     WANDB_TABLES,
     Honoured,
     NotHonoured,
     Resume,
 )
+from composer_trl_host.verifiers_env.source import find_source, taken_keys
 
 _OWN_TABLES = ("trainer.loss.type", "trainer.loss.import_path", KWARGS_TABLE)
 
@@ -155,7 +155,7 @@ class HostSettings:
             top_k=top_k if top_k is not None and top_k > 0 else None,
             min_p=reader.value("min_p"),
             max_completion_tokens=reader.value("max_completion_tokens"),
-            seed=reader.value("seed"),
+            seed=_seed(reader, run.config.trl_host.seed),
             optimizer=optimizer,
             lr=reader.value("lr"),
             betas=betas,
@@ -179,7 +179,7 @@ class HostSettings:
             unhonoured=(),
         )
         if run.config.trl_host.environment is None and run.config.trl_host.traces is None:
-            reader.take(VERIFIERS_KEYS)
+            _take_verifiers(reader, run.document)
         reader.note_the_rest(dict.fromkeys(MODEL_NAME_COPIES, model_name))
         if run.config.trl_host.strict and unhonoured:
             raise ConfigError(
@@ -340,6 +340,17 @@ def _batch(reader: _Reader) -> tuple[int, int]:
     return batch_size, group_size
 
 
+def _seed(reader: _Reader, own: int | None) -> int:
+    """``trl_host.seed``, which every release lets through, or v0.5.0's key."""
+    found = reader.values(_ROWS["seed"])
+    if own is None:
+        return int(reader.value("seed"))
+    for key, value in found.items():
+        if value != own:
+            raise conflict(key, value, f"{KWARGS_TABLE}.trl_host.seed", own)
+    return own
+
+
 def _lora(reader: _Reader) -> LoRASettings | None:
     if reader.table("trainer.model.lora") is None:
         return None
@@ -435,6 +446,18 @@ def _resume(reader: _Reader) -> Resume:
         )
         raise conflict(first, found[first], other, found[other])
     return next(iter(found.values()), None)
+
+
+def _take_verifiers(reader: _Reader, document: Mapping[str, Any]) -> None:
+    """Count the tables of environments as honoured where they are the task. What a run would refuse is listed."""
+    try:
+        sources = find_source(document)
+    except ConfigError:
+        return
+    if sources is not None:
+        reader.take(taken_keys(sources))
+        for key, reason in sources.notes:
+            reader.note(key, reason)
 
 
 def _wandb_project(reader: _Reader) -> str | None:

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from composer_prime_plugin import cli
+from composer_prime_plugin.errors import ConfigError
 from composer_prime_plugin.runfile import load_run
 from composer_trl_host.prime_keys import UNKNOWN
 from composer_trl_host.settings import HostSettings
+from composer_trl_host.verifiers_env.source import EVAL_KEYS, TRAIN_KEYS, find_source
 
 VARIABLE = "COMPOSER_RL_PRIME_CHECKOUTS"
 CHECKOUTS = [Path(name) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
@@ -59,6 +61,12 @@ def _short(word: str, checkout: Path) -> str:
     return str(Path(word).relative_to(checkout).with_suffix("")).replace("/", ".")
 
 
+def _names_environments(document: dict) -> bool:
+    orchestrator = document.get("orchestrator") or {}
+    places = (orchestrator, orchestrator.get("train") or {}, orchestrator.get("eval") or {})
+    return any(place.get(name) for place in places for name in ("env", "source"))
+
+
 @pytest.mark.parametrize("words", every_run() if CHECKOUTS else [()])
 def test_it_resolves_for_the_host_with_nothing_unknown(words, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_installed_contract", lambda: None)
@@ -68,9 +76,19 @@ def test_it_resolves_for_the_host_with_nothing_unknown(words, tmp_path, monkeypa
     assert cli.main(["run", *arguments, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert UNKNOWN not in printed
-    assert "missing for a run on the TRL host: a task" in printed
     run = load_run(arguments)
     host = HostSettings.from_run(run)
+    refused, task = None, None
+    try:
+        task = find_source(run.document)
+    except ConfigError as error:
+        refused = str(error)
+    # Where the environments cannot be had, one sentence says what was found and what to set.
+    assert refused is None or refused in printed
+    assert ("missing for a run on the TRL host: a task" in printed) == (task is None)
+    listed = {item.key for item in host.unhonoured}
+    tables = {key for key in (*TRAIN_KEYS, *EVAL_KEYS) if key in listed}
+    assert bool(tables) == (task is None and _names_environments(run.document))
     (written,) = (tmp_path / "out").rglob("configs")
     assert load_run(["@", str(written / "prime-rl.toml")]).document == run.document
     again = HostSettings.from_run(load_run(["@", str(written / "trl-host.toml")]))

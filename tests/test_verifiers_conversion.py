@@ -13,7 +13,7 @@ from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import TaskError
 from composer_trl_host.hints import ErrorContext, Hint
 from composer_trl_host.rollout import Rollout
-from composer_trl_host.verifiers_env.conversion import Converter
+from composer_trl_host.verifiers_env.conversion import Converter, first_error, with_stand_ins
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}"
@@ -123,7 +123,9 @@ def converter(tokenizer: Any, hints: Any = None, seq_len: int | None = None) -> 
 
 def play(tokenizer: Any, trace: FakeTrace, hints: Any = None, **how: Any) -> tuple[Rollout, Converter]:
     made = converter(tokenizer, hints, **how)
-    return made.rollouts([episode(trace)], [ROW], 1)[0], made
+    rollout = made.rollout(episode(trace), ROW)
+    assert rollout is not None
+    return rollout, made
 
 
 def test_ids_masks_and_log_probs_are_the_recorded_ones(tokenizer: Any) -> None:
@@ -201,16 +203,15 @@ def test_a_failed_episode_trains_nothing_and_moves_no_advantage(tokenizer: Any) 
 
     error = SimpleNamespace(type="HarnessError", message="exit 1")
     made = converter(tokenizer)
-    rollouts = made.rollouts(
-        [
-            episode(trace(1.0)),
-            episode(trace(0.0, ok=False, errors=[error])),
-            episode(trace(0.25)),
-            episode(trace(9.0)),
-        ],
-        [ROW] * 4,
-        4,
-    )
+    episodes = [
+        episode(trace(1.0)),
+        episode(trace(0.0, ok=False, errors=[error])),
+        episode(trace(0.25)),
+        episode(trace(9.0)),
+    ]
+    # The next group's rewards are its own business.
+    found = [made.rollout(item, ROW) for item in [*episodes, *[episode(trace(5.0))] * 4]]
+    rollouts = with_stand_ins(found, [ROW] * 8, 4, lambda: "")[:4]
     failed = rollouts[1]
     assert failed.sampled == [0]
     assert failed.logprobs == [0.0]
@@ -222,15 +223,19 @@ def test_a_failed_episode_trains_nothing_and_moves_no_advantage(tokenizer: Any) 
 
 def test_a_batch_in_which_everything_failed_is_an_error_that_says_why(tokenizer: Any) -> None:
     error = SimpleNamespace(type="ToolsetError", message="no such module")
-    with pytest.raises(TaskError, match=r"shell: at least one episode .* ToolsetError: no such module"):
-        converter(tokenizer).rollouts([episode(ok=False, errors=[error])] * 2, [ROW] * 2, 2)
+    failed = episode(ok=False, errors=[error])
+    found = [converter(tokenizer).rollout(failed, ROW)] * 2
+    with pytest.raises(TaskError, match=r"at least one episode .* shell: ToolsetError: no such module"):
+        with_stand_ins(found, [ROW] * 2, 2, lambda: f"shell: {first_error(failed)}")
 
 
 def test_an_agent_that_is_not_trained_is_left_out(tokenizer: Any) -> None:
     judge = FakeTrace(make_nodes(tokenizer, TURNS[:2]), 7.0, trainable=False)
     mine = FakeTrace(make_nodes(tokenizer, TURNS), 0.5)
     made = converter(tokenizer)
-    assert made.rollouts([episode(judge, mine)], [ROW], 1)[0].reward == 0.5
+    rollout = made.rollout(episode(judge, mine), ROW)
+    assert rollout is not None
+    assert rollout.reward == 0.5
 
 
 def test_a_second_branch_is_counted_not_trained(tokenizer: Any) -> None:

@@ -9,7 +9,7 @@ recorded traces.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class EnvironmentHints:
 
 
 class Converter:
-    """Turns episodes into rollouts, one for one. ``dropped`` counts what was left out, by reason."""
+    """Turns the episodes of one environment into rollouts. ``dropped`` counts what was left out, by reason."""
 
     def __init__(
         self,
@@ -70,38 +70,8 @@ class Converter:
         self.name = name
         self.dropped: Counter[str] = Counter()
 
-    def rollouts(
-        self, episodes: Sequence[Any], rows: Sequence[Mapping[str, Any]], group: int
-    ) -> list[Rollout]:
-        """One rollout per episode. ``group``: how many in a row share a prompt.
-
-        A failed episode trains nothing and has its group's mean reward, so that it moves no advantage. Raises
-        ``TaskError`` where every episode failed.
-        """
-        found = [self._rollout(episode, row) for episode, row in zip(episodes, rows, strict=True)]
-        if found and not any(found):
-            raise TaskError(
-                f"{self.name}: at least one episode of a batch must end without an error; found none in {len(found)}; the first: "
-                f"{_first_error(episodes[0])}; mend the environment"
-            )
-        return [rollout or self._stand_in(place, found, rows, group) for place, rollout in enumerate(found)]
-
-    def _stand_in(
-        self, place: int, found: Sequence[Rollout | None], rows: Sequence[Mapping[str, Any]], group: int
-    ) -> Rollout:
-        first = place - place % group
-        others = [rollout.reward for rollout in found[first : first + group] if rollout is not None]
-        some = next(rollout for rollout in found if rollout is not None)
-        return Rollout(
-            prompt_ids=list(some.prompt_ids),
-            row=rows[place],
-            completion_ids=some.completion_ids[:1],
-            sampled=[0],
-            logprobs=[0.0],
-            reward=sum(others) / len(others) if others else 0.0,
-        )
-
-    def _rollout(self, episode: Any, row: Mapping[str, Any]) -> Rollout | None:
+    def rollout(self, episode: Any, row: Mapping[str, Any]) -> Rollout | None:
+        """The rollout of one episode; None, with the reason counted, where it cannot be trained on."""
         trace = self._trained_trace(episode)
         if trace is None:
             return None
@@ -148,6 +118,41 @@ class Converter:
 
     def _drop(self, reason: str) -> None:
         self.dropped[reason] += 1
+
+
+def with_stand_ins(
+    found: Sequence[Rollout | None],
+    rows: Sequence[Mapping[str, Any]],
+    group: int,
+    why: Callable[[], str],
+) -> list[Rollout]:
+    """One rollout per row. ``group``: how many in a row share a prompt.
+
+    A failed episode trains nothing and has its group's mean reward, so that it moves no advantage. Raises
+    ``TaskError`` with ``why()``, the first failure, where every episode failed.
+    """
+    some = next((rollout for rollout in found if rollout is not None), None)
+    if found and some is None:
+        raise TaskError(
+            f"at least one episode of a batch must end without an error; found none in {len(found)}; the first: {why()}; "
+            "mend the environment"
+        )
+    complete = []
+    for place, rollout in enumerate(found):
+        if rollout is None:
+            assert some is not None
+            first = place - place % group
+            others = [other.reward for other in found[first : first + group] if other is not None]
+            rollout = Rollout(
+                prompt_ids=list(some.prompt_ids),
+                row=rows[place],
+                completion_ids=some.completion_ids[:1],
+                sampled=[0],
+                logprobs=[0.0],
+                reward=sum(others) / len(others) if others else 0.0,
+            )
+        complete.append(rollout)
+    return complete
 
 
 def _named_failures(record: dict[str, Any], name: str) -> dict[str, _Failed]:
@@ -255,6 +260,7 @@ def _error_name(episode: Any) -> str:
     return errors[-1].type if errors else "no error said"
 
 
-def _first_error(episode: Any) -> str:
+def first_error(episode: Any) -> str:
+    """What an episode failed with, its message cut."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     return f"{errors[-1].type}: {errors[-1].message.strip()[:300]}" if errors else "no error said"

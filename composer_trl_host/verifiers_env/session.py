@@ -1,4 +1,4 @@
-"""A running environment: verifiers' own servers and rollouts, in an event loop of their own thread."""
+"""Running environments: verifiers' own servers and rollouts, in one event loop of its own thread."""
 
 from __future__ import annotations
 
@@ -14,39 +14,61 @@ _START_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 
 
+class _Loop:
+    """The one loop of a process. verifiers and renderers keep clients and locks per process, and those serve the
+    loop that first waited for them: an environment in a loop of its own would fail now and then."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run ``work`` in the loop, which starts with the first call."""
+        with self._starting:
+            if self.loop is None:
+                self.loop = asyncio.new_event_loop()
+                threading.Thread(target=self.loop.run_forever, name="verifiers", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+
+LOOP = _Loop()
+
+
 class EnvSession:
     """Keeps one environment serving (its shared tool servers, its interception) between batches."""
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, name: str) -> None:
         self.environment = environment
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self.name = name
         self._end: asyncio.Event | None = None
-        self._ready: Future[None] = Future()
+        self._serving: Future[None] | None = None
 
     def start(self) -> None:
         """Start the environment's servers and wait for them. Raises ``TaskError`` where they fail."""
-        self._thread = threading.Thread(target=self._run, name="verifiers", daemon=True)
-        self._thread.start()
+        ready: Future[None] = Future()
+        self._serving = LOOP.submit(self._serve(ready))
         try:
-            self._ready.result(_START_SECONDS)
+            ready.result(_START_SECONDS)
         except TimeoutError as error:
-            raise TaskError(f"the environment must start within {_START_SECONDS:g} s; it did not") from error
+            self._serving.cancel()
+            raise TaskError(
+                f"{self.name}: the environment must start within {_START_SECONDS:g} s; it did not; mend its start() or its tool servers"
+            ) from error
         except Exception as error:
-            raise TaskError(f"the environment must start; it failed with {error!r}; mend it") from error
+            raise TaskError(
+                f"{self.name}: the environment must start; it failed with {error!r}; mend it"
+            ) from error
 
-    def _run(self) -> None:
+    async def _serve(self, ready: Future[None]) -> None:
+        self._end = asyncio.Event()
         try:
-            asyncio.run(self._serve())
+            async with self.environment.serving():
+                ready.set_result(None)
+                await self._end.wait()
         except Exception as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
-
-    async def _serve(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        async with self.environment.serving():
-            self._ready.set_result(None)
-            await self._end.wait()
+            if ready.done():
+                raise
+            ready.set_exception(error)
 
     def play(
         self, tasks: Sequence[Any], contexts: Sequence[Any], finished: Callable[[], None]
@@ -55,7 +77,7 @@ class EnvSession:
 
         An episode that fails is an episode with errors; cancelling the future stops all of them.
         """
-        return self._submit(self._play(tasks, contexts, finished))
+        return LOOP.submit(self._play(tasks, contexts, finished))
 
     async def _play(
         self, tasks: Sequence[Any], contexts: Sequence[Any], finished: Callable[[], None]
@@ -70,19 +92,20 @@ class EnvSession:
             running = [group.create_task(one(*pair)) for pair in zip(tasks, contexts, strict=True)]
         return [task.result() for task in running]
 
-    def _submit(self, work: Coroutine[Any, Any, list[Any]]) -> Future[list[Any]]:
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
     def close(self) -> None:
-        """Stop the servers and join the thread."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        """Stop the servers and wait until they have stopped."""
+        serving, self._serving = self._serving, None
+        if serving is None or self._end is None or LOOP.loop is None or serving.cancelled():
             return
-        if self._loop is not None and self._end is not None and thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
-        thread.join(_STOP_SECONDS)
-        if thread.is_alive():
+        LOOP.loop.call_soon_threadsafe(self._end.set)
+        try:
+            serving.result(_STOP_SECONDS)
+        except TimeoutError as error:
+            serving.cancel()
             raise TaskError(
-                f"the environment must stop within {_STOP_SECONDS:g} s; it did not; mend its stop()"
-            )
+                f"{self.name}: the environment must stop within {_STOP_SECONDS:g} s; it did not; mend its stop()"
+            ) from error
+        except Exception as error:
+            raise TaskError(
+                f"{self.name}: the environment must stop; it failed with {error!r}; mend it"
+            ) from error

@@ -22,8 +22,9 @@ from composer_trl_host.embedded import MODEL_NAME, embedded_model
 from composer_trl_host.serving import TokenGenerator
 from composer_trl_host.serving.protocol import Limits
 from composer_trl_host.verifiers_env.conversion import Converter
-from composer_trl_host.verifiers_env.runner import Policy, VerifiersRunner
-from composer_trl_host.verifiers_env.source import Source, load_environment, load_renderer
+from composer_trl_host.verifiers_env.loading import load_environment, load_renderer
+from composer_trl_host.verifiers_env.runner import Policy, Stage, VerifiersRunner
+from composer_trl_host.verifiers_env.source import Source
 
 ROLLOUTS = 8
 ADAPTER = Path(__file__).parents[1] / "shell" / "warm_start"
@@ -51,7 +52,8 @@ def make_runner(tokens: int, harness: str | None) -> VerifiersRunner:
     converter = Converter(tokenizer, ComposerConfig(), None, source.name)
     tasks = list(islice(environment.taskset, ROLLOUTS))
     generate = TokenGenerator(lambda: model, [], tokenizer.eos_token_id)
-    return VerifiersRunner(environment, tasks, converter, policy, 1, _to_the_end(generate))
+    stage = Stage(source.name, environment, tasks, converter)
+    return VerifiersRunner([stage], policy, 1, _to_the_end(generate))
 
 
 def _to_the_end(generate: TokenGenerator) -> Any:

@@ -98,10 +98,10 @@ def test_gradients_in_the_shipped_dtypes_stay_near_float64(dtype, rtol, block_ro
 
 @pytest.mark.parametrize(
     ("device", "vocab", "rows"),
-    [("cpu", 2**20, 4), ("cpu", 2**25, 1), ("cuda", 2**20, 512), ("cuda", 2**10, 2**12)],
+    [("cpu", 2**20, 8), ("cpu", 2**25, 1), ("cuda", 2**20, 512), ("cuda", 2**10, 2**13)],
 )
 def test_blocks_hold_few_logits_on_a_cpu_and_many_rows_elsewhere(device, vocab, rows):
-    # 2**22 logits at once: 4 rows of 2**20, 2**12 rows of 2**10.
+    # 2**23 logits at once: 8 rows of 2**20, 2**13 rows of 2**10.
     assert module.block_rows(vocab, torch.device(device)) == rows
 
 

@@ -15,6 +15,7 @@ from composer_prime_plugin.config import ComposerConfig
 from composer_prime_plugin.errors import ConfigError
 from composer_prime_plugin.runfile import RunFile, load_run
 from composer_trl_host.prime_keys import DEFAULT_MAX_STEPS, HONOURED, NOT_HONOURED, Honoured
+from composer_trl_host.resolved import resolved_document
 from composer_trl_host.settings import HostSettings, LoRASettings
 
 LOSS = """
@@ -416,11 +417,70 @@ def test_what_the_host_does_not_do_is_listed_by_its_dotted_name(text, key, reaso
     assert reason in found[key]
 
 
+def test_the_host_s_own_seed_is_read_for_every_release():
+    assert settings_of("", trl_host={"seed": 7}).seed == 7
+    assert settings_of("", trl_host={"seed": 0}).seed == 0
+    assert settings_of("orchestrator.seed = 7").seed == 7
+    assert settings_of("orchestrator.seed = 7", trl_host={"seed": 7}).seed == 7
+    with pytest.raises(
+        ConfigError,
+        match=r"orchestrator\.seed and trainer\.loss\.kwargs\.trl_host\.seed must agree; found 42 and 7",
+    ):
+        settings_of("orchestrator.seed = 42", trl_host={"seed": 7})
+
+
+def test_the_host_s_own_seed_reads_back_from_the_resolved_toml():
+    settings = settings_of("", trl_host={"seed": 7})
+    document = resolved_document(settings)
+    assert "seed" not in document["orchestrator"]
+    kwargs = document["trainer"]["loss"]["kwargs"]
+    assert HostSettings.from_run(RunFile(document, ComposerConfig(**kwargs), (), Path("/base"), ())).seed == 7
+
+
+VERIFIERS = """
+orchestrator.renderer.name = "qwen3"
+[[orchestrator.train.source]]
+env = { taskset = { id = "x" } }
+[orchestrator.eval]
+interval = 5
+skip_first_step = true
+num_workers = 2
+sampling = { temperature = 0.5, reasoning_effort = "low" }
+[[orchestrator.eval.source]]
+env = { taskset = { id = "x" } }
+serve = { num_workers = 2 }
+"""
+
+
+def test_environments_of_verifiers_are_honoured_where_nothing_else_names_the_task():
+    found = listed(VERIFIERS)
+    assert set(found) == {
+        "orchestrator.eval.source.serve",
+        "orchestrator.eval.sampling.reasoning_effort",
+        "orchestrator.eval.num_workers",
+    }
+    assert "no server of its own" in found["orchestrator.eval.source.serve"]
+
+
 @pytest.mark.parametrize("task", [{"environment": "my.Task"}, {"traces": "traces.jsonl"}])
-def test_an_environment_of_verifiers_is_honoured_where_nothing_else_names_the_task(task):
-    text = '[[orchestrator.train.source]]\nname = "x"\n[orchestrator.renderer]\nname = "qwen3"'
-    assert listed(text) == {}
-    assert list(listed(text, trl_host=task)) == ["orchestrator.train.source", "orchestrator.renderer.name"]
+def test_environments_of_verifiers_are_listed_where_something_else_is_the_task(task):
+    found = listed(VERIFIERS, trl_host=task)
+    assert {"orchestrator.train.source", "orchestrator.renderer.name", "orchestrator.eval.source"} <= set(
+        found
+    )
+    assert "orchestrator.eval.interval" in found
+
+
+def test_held_out_environments_are_listed_where_there_is_nothing_to_train_on():
+    text = '[[orchestrator.eval.source]]\nenv = { taskset = { id = "x" } }'
+    assert list(listed(text)) == ["orchestrator.eval.source"]
+
+
+def test_v0_7_0_s_spelling_of_a_taskset_is_honoured_and_a_v0_environment_is_listed():
+    table = 'taskset = { id = "x" }\nharness = { id = "null", runtime = { type = "subprocess" } }'
+    assert listed(f"[[orchestrator.train.env]]\n{table}\n[[orchestrator.eval.env]]\n{table}") == {}
+    both = f'[[orchestrator.train.env]]\nid = "x"\n[[orchestrator.eval.env]]\n{table}'
+    assert list(listed(both)) == ["orchestrator.train.env", "orchestrator.eval.env"]
 
 
 def test_an_unknown_key_gets_a_suggestion_where_one_is_near():

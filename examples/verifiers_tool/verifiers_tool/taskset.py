@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Literal
 
 import verifiers.v1 as vf
 
@@ -139,19 +140,26 @@ class ShellTask(vf.Task[ShellData, ShellState]):
         return float(same)
 
 
+HELD_OUT = NAMES[::4]
+"""Names that ``part = "train"`` has not, and ``part = "heldout"`` alone."""
+
+
 class ShellConfig(vf.TasksetConfig):
-    """``seed`` orders the requests."""
+    """``seed`` orders the requests; ``part`` is the names that they have."""
 
     seed: int = 0
+    part: Literal["all", "train", "heldout"] = "all"
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()
 
 
 class ShellTaskset(vf.Taskset[ShellTask, ShellConfig]):
-    """Every verb with every name, in shuffled order."""
+    """Every verb with every name of the part, in shuffled order."""
 
     def load(self) -> Iterator[ShellTask]:
         source = random.Random(f"verifiers-tool/{self.config.seed}")
-        pairs = [(verb, name) for verb in COMMANDS for name in NAMES]
+        part = self.config.part
+        names = [name for name in NAMES if part == "all" or (name in HELD_OUT) == (part == "heldout")]
+        pairs = [(verb, name) for verb in COMMANDS for name in names]
         source.shuffle(pairs)
         shown = "\n".join(f"{word} {name}: {command} {name}" for word, command, name in EXAMPLES)
         for verb, name in pairs:
