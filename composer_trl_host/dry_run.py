@@ -15,10 +15,10 @@ from typing import Any
 from composer_prime_plugin.errors import ConfigError
 from composer_prime_plugin.routing import Backend
 from composer_prime_plugin.runfile import RunFile
-from composer_trl_host.resolved import resolved_document, resolved_json, with_absolute_paths
+from composer_trl_host.resolved import put, resolved_document, resolved_json, with_absolute_paths
 from composer_trl_host.settings import HostSettings
 from composer_trl_host.toml_text import toml_text
-from composer_trl_host.verifiers_env.source import find_source
+from composer_trl_host.verifiers_env.source import find_source, taken_keys
 
 CONFIGS_FOLDER = "configs"
 """Inside the run folder."""
@@ -47,7 +47,7 @@ def dry_run(run: RunFile, backend: Backend, prime_resolved: dict[str, Any] | Non
             raise
         print(f"the TRL host would refuse this TOML: {error}")
     if settings is not None:
-        files[HOST_TOML] = toml_text(resolved_document(settings))
+        files[HOST_TOML] = toml_text(with_environments(resolved_document(settings), settings, run.document))
         says[HOST_TOML] = "what the TRL host takes of it, every default spelt out"
         files[HOST_JSON] = resolved_json(settings)
         says[HOST_JSON] = "the same as a run writes it, with what is not honoured"
@@ -69,6 +69,24 @@ def dry_run(run: RunFile, backend: Backend, prime_resolved: dict[str, Any] | Non
         print(f"wrote:   {folder / name}  ({says[name]})")
     print("dry run: nothing was started")
     return 0
+
+
+def with_environments(
+    resolved: dict[str, Any], settings: HostSettings, document: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``resolved`` with the environments of verifiers that ``document`` trains on, as they stand there."""
+    host = settings.config.trl_host
+    if host.environment is not None or host.traces is not None or _source_problem(document) is not None:
+        return resolved
+    sources = find_source(document)
+    for key in taken_keys(sources) if sources is not None else ():
+        *tables, last = key.split(".")
+        there: Any = document
+        for table in tables:
+            there = there.get(table, {})
+        if last in there:
+            put(resolved, key, copy.deepcopy(there[last]))
+    return resolved
 
 
 def merged_document(run: RunFile) -> dict[str, Any]:

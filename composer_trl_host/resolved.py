@@ -98,16 +98,17 @@ def resolved_document(settings: HostSettings) -> dict[str, Any]:
         if row.field == "seed" and (value == row.default or settings.config.trl_host.seed is not None):
             continue  # newer releases of PRIME-RL refuse the key; trl_host.seed is written below
         if row.field not in unread and (value is not None or row.kind.null):
-            _put(document, row.keys[0], value)
+            put(document, row.keys[0], value)
     if settings.gradient_checkpointing:
-        _put(document, "trainer.model.ac", {})
+        put(document, "trainer.model.ac", {})
     kwargs = with_absolute_paths(settings.config.model_dump(exclude_unset=True), settings.base_dir)
     loss = {"type": "custom", "import_path": IMPORT_PATHS[0], "kwargs": kwargs}
-    _put(document, "trainer.loss", loss)
+    put(document, "trainer.loss", loss)
     return document
 
 
-def _put(document: dict[str, Any], key: str, value: Any) -> None:
+def put(document: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted ``key``, with the tables on its way."""
     *tables, last = key.split(".")
     for table in tables:
         document = document.setdefault(table, {})

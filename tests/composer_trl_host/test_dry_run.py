@@ -22,6 +22,7 @@ from composer_trl_host.prime_keys import HONOURED
 from composer_trl_host.resolved import read_resolved, resolved_document, resolved_json, with_absolute_paths
 from composer_trl_host.settings import HostSettings
 from composer_trl_host.toml_text import toml_text
+from composer_trl_host.verifiers_env.source import find_source
 
 LOSS = """
 [trainer.loss]
@@ -104,6 +105,38 @@ def test_both_configurations_are_written_and_read_back_equal(folder, capsys):
     assert "wrote:   out/first/configs/prime-rl.toml" in printed
     assert "missing" not in printed
     assert printed.endswith("dry run: nothing was started\n")
+
+
+def test_environments_of_verifiers_are_in_the_hosts_toml_as_they_stand(folder):
+    text = """
+max_steps = 2
+output_dir = "out"
+orchestrator.eval.interval = 3
+orchestrator.renderer.name = "custom"
+orchestrator.renderer.import_path = "task.Renderer"
+[[orchestrator.train.source]]
+ratio = 2.0
+env.taskset = { id = "one", names = ["a", "b"] }
+[[orchestrator.train.source]]
+env.taskset = { id = "two" }
+[[orchestrator.eval.source]]
+num_examples = 4
+env.taskset = { id = "one", part = "heldout" }
+[trainer.loss]
+type = "custom"
+import_path = "composer_prime_plugin.loss_fn"
+[trainer.loss.kwargs.sdpo]
+weight = 0.5
+"""
+    assert run(folder, text) == 0
+    configs = folder / "out" / "configs"
+    merged, settings_of_merged = read(configs / "prime-rl.toml")
+    resolved, settings_of_host = read(configs / "trl-host.toml")
+    assert comparable(settings_of_host) == comparable(settings_of_merged)
+    for table in ("train", "eval", "renderer"):
+        asked = {key: resolved["orchestrator"][table][key] for key in merged["orchestrator"][table]}
+        assert asked == merged["orchestrator"][table]
+    assert find_source(resolved) == find_source(merged)
 
 
 def test_the_key_in_the_toml_means_the_same_and_does_not_stay_in_it(folder, capsys):
