@@ -8,6 +8,7 @@ of one head (``OutputHead.summing``) adds its gradient into one tensor of the he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,9 +90,6 @@ def chunked_rows(
     on the logits is then taken while they exist and held, instead of forming them again, for as many rows as
     fill a tensor of the head's size; should another column be trained after all, they are formed again.
     """
-    if hidden.size(0) == 0:
-        # A zero that hangs on the hidden states, so that every rank runs the same backward.
-        return rows_fn(head.logits(hidden), slice(0, 0)) + hidden.sum() * 0.0
     if head.sums is None:
         head = head.summing()
     early = gradient_with_forward and torch.is_grad_enabled()
@@ -183,8 +181,9 @@ def block_rows(vocab: int, device: torch.device) -> int:
 
 
 def _blocks(rows: int, weight: Tensor) -> Iterator[slice]:
+    # No row is one block of none: its result hangs on the inputs too, so that every rank runs the same backward.
     size = block_rows(weight.size(0), weight.device)
-    for start in range(0, rows, size):
+    for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
 
 
@@ -204,13 +203,14 @@ class _ChunkedRows(torch.autograd.Function):
         ctx.held = {}
         early = early and any(ctx.needs_input_grad[:3])
         results: list[Tensor] = []
-        for rows in _blocks(hidden.size(0), weight):
-            if not early or rows.stop > weight.size(1):
-                results.append(rows_fn(head.finish(_product(hidden[rows], weight, bias)), rows))
-                continue
-            out, raw = _differentiable(hidden[rows], weight, bias, head, rows_fn, rows)
-            (ctx.held[rows.start],) = torch.autograd.grad(out, raw, _on_first_column(out))
-            results.append(out.detach())
+        with _own_dtypes(hidden):
+            for rows in _blocks(hidden.size(0), weight):
+                if not early or rows.stop > weight.size(1):
+                    results.append(rows_fn(head.finish(_product(hidden[rows], weight, bias)), rows))
+                    continue
+                out, raw = _differentiable(hidden[rows], weight, bias, head, rows_fn, rows)
+                (ctx.held[rows.start],) = torch.autograd.grad(out, raw, _on_first_column(out))
+                results.append(out.detach())
         return torch.cat(results)
 
     @staticmethod
@@ -224,15 +224,21 @@ class _ChunkedRows(torch.autograd.Function):
         if held and bool((grad_output[:, 1:] != 0).any()):
             held = {}
         gradients = _Gradients.zeros(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.head.sums)
-        for rows in _blocks(hidden.size(0), weight):
-            grad_raw = held.pop(rows.start, None)
-            if grad_raw is not None:
-                grad_raw.mul_(grad_output[rows, :1])
-            else:
-                out, raw = _differentiable(hidden[rows], weight, bias, ctx.head, ctx.rows_fn, rows)
-                (grad_raw,) = torch.autograd.grad(out, raw, grad_output[rows])
-            gradients.add(rows, grad_raw, hidden[rows], weight)
+        with _own_dtypes(hidden):
+            for rows in _blocks(hidden.size(0), weight):
+                grad_raw = held.pop(rows.start, None)
+                if grad_raw is not None:
+                    grad_raw.mul_(grad_output[rows, :1])
+                else:
+                    out, raw = _differentiable(hidden[rows], weight, bias, ctx.head, ctx.rows_fn, rows)
+                    (grad_raw,) = torch.autograd.grad(out, raw, grad_output[rows])
+                gradients.add(rows, grad_raw, hidden[rows], weight)
         return gradients.hidden, None, None, None, None, None
+
+
+def _own_dtypes(hidden: Tensor) -> AbstractContextManager[Any]:
+    """Products in the head's dtype: autocast is on in a forward at most, and the backward must meet the same."""
+    return torch.autocast(hidden.device.type, enabled=False)
 
 
 def _on_first_column(out: Tensor) -> Tensor:

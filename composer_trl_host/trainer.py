@@ -8,6 +8,7 @@ tokens per optimizer step and the rollouts' error sites.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,8 @@ class ComposerGRPOTrainer(GRPOTrainer):
         training = self.model.training
         batch = self._batch(inputs)
         result = self._finite.loss(model, batch)
-        self._window.append(result)
+        # The loss with its graph would keep the teacher's hidden states alive until the window ends.
+        self._window.append(replace(result, loss=result.loss.detach()))
         self._advantage_sums.append(_advantage_sum(batch))
         if not training or self._window_ends():
             self._flush_metrics("train" if training else "eval", *inputs[COUNTS_KEY])

@@ -278,6 +278,32 @@ def test_a_non_finite_value_at_a_masked_token_changes_nothing(model):
     torch.testing.assert_close(result, wanted, rtol=1e-6, atol=0)
 
 
+def test_a_micro_batch_whose_sites_are_all_left_out_trains_channel_one_alone(model):
+    batch = make_batch()
+    batch["teacher_input_ids"] = batch["teacher_input_ids"] + 1
+    result = compose_loss(model, batch, config(strict=False))
+    assert (result.sdpo_sites, result.sites_left_out) == (0, batch["teacher_input_ids"].size(0))
+    plain = compose_loss(model, make_batch(with_sites=False), config())
+    parameters = list(model.parameters())
+    torch.testing.assert_close(result.loss, plain.loss, rtol=1e-12, atol=0)
+    for mine, wanted in zip(
+        torch.autograd.grad(result.loss, parameters),
+        torch.autograd.grad(plain.loss, parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_micro_batch_without_a_completion_token_backpropagates_a_zero(model):
+    batch = make_batch(with_sites=False)
+    for name in ("completion_mask", "response_mask"):
+        batch[name] = torch.zeros_like(batch[name])
+    loss = compose_loss(model, batch, config()).loss
+    assert float(loss.detach()) == 0.0
+    for gradient in torch.autograd.grad(loss, list(model.parameters()), allow_unused=True):
+        assert gradient is None or not gradient.any()
+
+
 def test_a_kept_graph_gives_the_same_gradient_every_time(model):
     loss = compose_loss(model, make_batch(), config()).loss
     first, *more = [

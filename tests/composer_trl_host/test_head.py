@@ -105,12 +105,41 @@ def test_blocks_hold_few_logits_on_a_cpu_and_many_rows_elsewhere(device, vocab, 
     assert module.block_rows(vocab, torch.device(device)) == rows
 
 
-def test_no_row_is_a_zero_that_backpropagates():
-    hidden, output = build("plain")
-    empty = chunked_rows(hidden[:0], output, lambda logits, block: logits.sum(dim=-1)).sum()
-    (grad,) = torch.autograd.grad(empty, [hidden])
-    assert float(empty.detach()) == 0.0
-    assert torch.equal(grad, torch.zeros_like(grad))
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("summing", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+def test_no_row_is_a_zero_that_backpropagates_to_everything(kind, summing, early):
+    hidden, output = build(kind)
+    head = output.summing() if summing else output
+    empty = chunked_rows(
+        hidden[:0], head, lambda logits, block: logits.sum(dim=-1, keepdim=True), gradient_with_forward=early
+    )
+    assert empty.shape == (0, 1)
+    leaves = [leaf for leaf in (hidden, output.weight, output.bias) if leaf is not None]
+    for grad in torch.autograd.grad(empty.sum(), leaves, retain_graph=True):
+        assert torch.equal(grad, torch.zeros_like(grad))
+    # Beside a call with rows it adds nothing.
+    both = empty.sum() + chunked_rows(hidden, head, logprobs).sum()
+    wanted = torch.autograd.grad(chunked_rows(hidden, output, logprobs).sum(), leaves)
+    for grad, want in zip(torch.autograd.grad(both, leaves), wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_autocast_around_the_call_changes_nothing(early, block_rows):
+    """The backward runs outside of it."""
+
+    def rows(logits, block):
+        return logprobs(logits, block).unsqueeze(-1)
+
+    def gradients(cast):
+        hidden, output = build("bias", torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            result = chunked_rows(hidden, output, rows, gradient_with_forward=early)
+        return result, *torch.autograd.grad(result.sum(), [hidden, output.weight, output.bias])
+
+    for mine, wanted in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(mine, wanted)
 
 
 def test_a_frozen_head_gets_no_gradient():
