@@ -105,6 +105,21 @@ def test_a_run_logs_every_named_metric_once_per_step_and_moves_the_weights(model
     assert not torch.equal(before, model.model.embed_tokens.weight)
 
 
+def test_no_graph_is_kept_until_the_window_ends(model, tokenizer, tmp_path, monkeypatch):
+    """It would hold the teacher's hidden states of every micro-batch."""
+    trainer = build(model, tokenizer, tmp_path, micro=1, steps=1)
+    kept = []
+    flush = trainer._flush_metrics
+
+    def spied(*args):
+        kept.extend(result.loss.grad_fn for result in trainer._window)
+        flush(*args)
+
+    monkeypatch.setattr(trainer, "_flush_metrics", spied)
+    trainer.train()
+    assert kept == [None] * 4
+
+
 def gradients(trainer) -> list[torch.Tensor]:
     """The gradients of the first optimizer step."""
     seen: list[torch.Tensor] = []
