@@ -50,10 +50,11 @@ class MetricsWriter(TrainerCallback):
         self._file: TextIO | None = None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
+        """Append one record, with null for numbers that are not finite."""
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(record, allow_nan=False, default=float) + "\n")
+        plain = json.loads(json.dumps(record, default=float), parse_constant=lambda _: None)
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 
     def on_log(
@@ -65,8 +66,7 @@ class MetricsWriter(TrainerCallback):
         **_: Any,
     ) -> None:
         if state.is_world_process_zero and logs and "train_runtime" not in logs:
-            finite = {key: value if _is_finite(value) else None for key, value in logs.items()}
-            self.write({"step": state.global_step, **finite})
+            self.write({"step": state.global_step, **logs})
 
     def close(self) -> None:
         """Close the file; a later ``write`` opens it again."""
@@ -88,10 +88,6 @@ def logged_steps(path: Path, last: int) -> list[dict[str, Any]]:
         if "loss/total" in row and row["step"] <= last:
             rows[row["step"]] = row
     return [rows[step] for step in sorted(rows)]
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 class ConsoleReport(TrainerCallback):

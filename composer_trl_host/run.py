@@ -87,8 +87,9 @@ def run_host(run: RunFile, console: Console | None = None) -> int:
     if heldout is not None:
         heldout.say = lambda line: console.print(line, highlight=False, markup=False)
         heldout.write = writer.write
-    # The evaluation first: the report counts the first step's seconds from when it is told that training begins.
-    for callback in (heldout, writer, report, stop):
+    # Signals first, so that they are heeded in the evaluation. The report behind it: it counts the first step's seconds from
+    # when it is told that training begins.
+    for callback in (stop, heldout, writer, report):
         if callback is not None:
             trainer.add_callback(callback)
     if main:

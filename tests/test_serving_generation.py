@@ -76,6 +76,32 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(model: LlamaForCausalLM) ->
     assert beside.token_ids == alone.token_ids
 
 
+def test_rows_with_a_seed_and_greedy_ones_take_nothing_from_the_global_generator(
+    model: LlamaForCausalLM,
+) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    sample(model, [([5], Sampling(4, seed=2, ignore_eos=True)), ([5, 6], Sampling(4, temperature=0))])
+    assert torch.equal(torch.get_rng_state(), before)
+    free = ([5], Sampling(4, temperature=2.0, ignore_eos=True))
+    alone = sample(model, [free])[0]
+    assert not torch.equal(torch.get_rng_state(), before)
+    torch.set_rng_state(before)
+    beside = sample(model, [([9, 8], Sampling(6, seed=4, ignore_eos=True)), free])[1]
+    assert beside.token_ids == alone.token_ids
+
+
+def test_logits_that_are_no_numbers_fail_for_greedy_rows_too(model: LlamaForCausalLM) -> None:
+    with torch.no_grad():
+        saved = model.lm_head.weight.clone()
+        model.lm_head.weight[3] = float("nan")
+        try:
+            with pytest.raises(RuntimeError, match="finite logits"):
+                TokenGenerator(lambda: model, [EOS], PAD)([Ticket([5], Sampling(1, temperature=0))])
+        finally:
+            model.lm_head.weight.copy_(saved)
+
+
 def test_each_row_ends_where_its_own_parameters_say(model: LlamaForCausalLM) -> None:
     greedy = sample(model, [([5, 6], Sampling(8, temperature=0, ignore_eos=True))])[0].token_ids
     stop = greedy[3]

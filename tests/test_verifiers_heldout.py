@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +16,12 @@ import torch
 from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
+from composer_trl_host.report import MetricsWriter
 from composer_trl_host.rollout import Rollout
-from composer_trl_host.verifiers_env.build import log_environments
+from composer_trl_host.verifiers_env.build import _heldout_warnings, log_environments
 from composer_trl_host.verifiers_env.heldout import HeldOut, HeldOutResult, HeldOutStage
 from composer_trl_host.verifiers_env.runner import Stage
+from composer_trl_host.verifiers_env.source import HeldOutSource, Source, TaskSources
 
 FAILED = Rollout([1], failed_turns=[0])
 RECOVERED = Rollout([1], failed_turns=[0], reward=1.0, solved=True)
@@ -127,6 +132,44 @@ def test_counts_and_the_mean_reward() -> None:
     assert (record["heldout/episodes"], record["heldout/first_try"]) == (7, 3)
     assert any("HarnessError: exit 1" in line for line in lines)
     assert any("first try solved 2/6 (33%)" in line for line in lines)
+
+
+def test_a_reward_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
+    made, _, _, _ = make(held("a", [Rollout([1], reward=math.nan), AT_ONCE]))
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    made.write = writer.write
+    made.evaluate(made.stages, 0, "start")
+    # Numbers of other libraries too.
+    writer.write({"step": 1, "a": numpy.float32("inf"), "b": torch.tensor(-math.inf), "c": numpy.float32(2)})
+    writer.close()
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["heldout/a/reward"], first["heldout/reward"], first["heldout/a/episodes"]) == (
+        None,
+        None,
+        2,
+    )
+    assert second == {"step": 1, "a": None, "b": None, "c": 2.0}
+
+
+def test_held_out_environments_that_are_short_or_trained_on_are_named() -> None:
+    def source(name: str, **taskset: Any) -> Source:
+        return Source({"taskset": taskset, "agent": {"max_turns": 2}}, None, name)
+
+    def held_out(examples: int | None, *given: Any, **taskset: Any) -> HeldOutSource:
+        return HeldOutSource(source(*given, **taskset), examples, 1, 1, {})
+
+    sources = TaskSources(
+        (source("shell", id="s"), source("other", id="o")),
+        (
+            held_out(64, "short", id="s", part="heldout"),
+            held_out(13, "enough", id="s", part="heldout"),
+            held_out(None, "same", id="o"),
+        ),
+    )
+    assert _heldout_warnings(sources, [13, 13, 13]) == [
+        "warning: num_examples of short is 64, but its taskset has 13 tasks",
+        "warning: same is held out with the taskset that other trains on, so it does not measure unseen tasks",
+    ]
 
 
 def test_random_states_are_put_back_and_every_evaluation_draws_the_same() -> None:

@@ -31,6 +31,9 @@ def test_rows_are_divided_by_the_ratios_and_short_sources_repeat() -> None:
         # A share below one row is one row.
         ([1, 1000], 10, [1, 9]),
         ([1, 1, 1], 2, [1, 1, 1]),
+        # 10 * (1, 1, 100) / 102 = 0.1, 0.1, 9.8: what two were raised by is the largest's.
+        ([1, 1, 100], 10, [1, 1, 8]),
+        ([1e6, 1e-6, 1e6, 1], 4, [1, 1, 1, 1]),
     ],
 )
 def test_shares(ratios: list[float], whole: int, expected: list[int]) -> None:

@@ -18,7 +18,7 @@ from composer_trl_host.verifiers_env import build
 from composer_trl_host.verifiers_env.remote import RemoteServer, check_server
 
 ANSWERS: dict[str, Any] = {
-    "/health": {},
+    "/health": "OK",
     "/v1/models": {"data": [{"id": "policy", "max_model_len": 512}]},
     "/server_info": {
         "vllm_config": {
@@ -52,7 +52,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         answer = self.server.answers.get(self.path.partition("?")[0])
-        body = json.dumps(answer).encode()
+        if isinstance(answer, bytes):  # the whole answer, as it is
+            self.wfile.write(answer)
+            self.close_connection = True
+            return
+        body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         self.send_response(404 if answer is None else 200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -106,6 +110,9 @@ def test_a_server_that_has_everything_is_taken(server: StandIn, end: str) -> Non
             {"choices": [{"token_ids": [5], "logprobs": None}]},
             "one id with its log-prob",
         ),
+        ("/health", b"SSH-2.0-OpenSSH_9\r\n", r"/health must answer; .*found BadStatusLine\('SSH-2"),
+        ("/v1/models", b"HTTP/1.0 200 OK\r\ncontent-length: 9\r\n\r\n{}", "must list .*IncompleteRead"),
+        ("/v1/models", "OK", "/v1/models must list its model; found Expecting value"),
     ],
 )
 def test_what_a_server_lacks_is_named(server: StandIn, path: str, answer: Any, words: str) -> None:
@@ -122,6 +129,18 @@ def test_an_address_that_is_none_and_a_server_that_is_not_there() -> None:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         with pytest.raises(ConfigError, match="/health must answer"):
             check_server(f"http://127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_an_address_that_cannot_be_parsed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"/health must answer; .*found InvalidURL"):
+        check_server("http://localhost:port")
+
+
+@pytest.mark.parametrize("address", ["http://u:SECRET@h", "http://u:SECRET@h:1/v1", "u:SECRET@h:1"])
+def test_a_password_in_an_address_is_refused_and_not_shown(address: str) -> None:
+    with pytest.raises(ConfigError, match="must hold no user name or password") as caught:
+        check_server(address)
+    assert "SECRET" not in str(caught.value)
 
 
 def test_a_trainer_without_vllm_refuses_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytest.importorskip("verifiers.v1")
 
 from composer_prime_plugin.cli import main
+from composer_trl_host.verifiers_env.heldout import HeldOut
 from tests.test_verifiers_live import EXAMPLE, byte_tokenizer
 
 pytestmark = [
@@ -102,10 +104,20 @@ def episodes(row: dict[str, Any], name: str) -> float:
 
 
 def test_two_environments_train_by_their_ratio_and_a_third_is_held_out(
-    toml: Path, capsys: pytest.CaptureFixture[str]
+    toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = toml.parent / "out"
+    handlers: list[Any] = []
+    evaluate = HeldOut.evaluate
+
+    def evaluate_and_look(self: HeldOut, *given: Any) -> Any:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        return evaluate(self, *given)
+
+    monkeypatch.setattr(HeldOut, "evaluate", evaluate_and_look)
     assert main(["run", "@", str(toml)]) == 0
+    # A signal is heeded in every evaluation, the one before the first step included.
+    assert [getattr(handler, "__qualname__", None) for handler in handlers] == ["GracefulStop._ask"] * 3
     printed = capsys.readouterr().out
     assert "not honoured" not in printed
     for part in (

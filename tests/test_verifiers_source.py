@@ -59,8 +59,11 @@ def test_a_toml_without_a_source_has_none(empty: dict[str, Any]) -> None:
         ([{"env": ENV, "algo": {"type": "opd"}}], "found algo"),
         ([{"env": ENV, "sampling": {"temperature": 0.5}}], "found sampling"),
         ([{"env": ENV, "num_examples": 3}], "found num_examples"),
-        ([{"env": ENV, "ratio": 0}], r"source\.ratio must be a finite number above 0; found 0"),
+        ([{"env": ENV, "ratio": 0}], r"source\.ratio must be a finite number above 0 .*; found 0;"),
         ([{"env": ENV, "ratio": True}], "ratio must be a finite number"),
+        ([{"env": ENV, "ratio": float("nan")}], "ratio must be a finite number"),
+        ([{"env": ENV, "ratio": 1.1e6}], r"above 0 and at most 1e6; found 1100000\.0"),
+        ([{"env": ENV, "ratio": 10**400}], "above 0 and at most 1e6; found 1000"),
         ([{"env": ENV, "serve": {"address": "tcp://h:1"}}], "no address on the TRL host"),
         ([{"env": ENV, "group_size": 4}], r"group_size must be orchestrator\.group_size.*found 4 and 2"),
         ([{"id": "gsm8k"}], "found id = 'gsm8k', a v0 environment"),
@@ -74,6 +77,22 @@ def test_a_toml_without_a_source_has_none(empty: dict[str, Any]) -> None:
 def test_a_source_that_cannot_be_honoured_is_refused(source: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         find_source(document(source, group_size=2))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ([{"env": {"taskset": {"api_key": "SECRET"}}}], "found a table with taskset; set"),
+        ({"env": {"key": "SECRET"}, "name": "x"}, "must be a list of tables; found a table with env, name;"),
+        ([{"env": {"key": "SECRET"}}, 3], r"must be a list of tables; found \[a table with env, 3\];"),
+        ([{"args": {"api_key": "SECRET"}}], "found args = a table with api_key, a v0 environment"),
+        ([{"env": ENV, "ratio": {"key": "SECRET"}}], "ratio must be a .*; found a table with key;"),
+    ],
+)
+def test_of_tables_messages_have_the_keys_alone(source: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        find_source(document(source))
+    assert "SECRET" not in str(caught.value)
 
 
 def test_a_server_of_its_own_is_listed_not_refused() -> None:
@@ -204,7 +223,25 @@ class TestHeldOut:
             ({"num_examples": 0}, "at least 1, or -1 for all; found 0"),
             ({"num_examples": -2}, "at least -1; found -2"),
             ({"interval": 0}, r"eval\.source\.interval must be a whole number of at least 1; found 0"),
-            ({"sampling": {"temperature": "hot"}}, "temperature must be a number; found 'hot'"),
+            ({"sampling": {"temperature": "hot"}}, "temperature must be a finite number .*; found 'hot'"),
+            (
+                {"sampling": {"temperature": float("nan")}},
+                r"source\.sampling\.temperature must be .*found nan",
+            ),
+            ({"sampling": {"temperature": -0.1}}, r"temperature must be .* of at least 0; found -0\.1"),
+            ({"sampling": {"extra_body": {"top_p": 0.0}}}, r"extra_body\.top_p must be a number above 0"),
+            ({"sampling": {"top_p": 1.1}}, r"top_p must be a number above 0 and at most 1; found 1\.1"),
+            ({"sampling": {"top_p": float("nan")}}, "top_p must be a number above 0"),
+            ({"sampling": {"top_k": 2.5}}, r"top_k must be a whole number .*; found 2\.5"),
+            ({"sampling": {"min_p": float("nan")}}, "min_p must be a number from 0 to 1"),
+            (
+                {"sampling": {"max_completion_tokens": 0}},
+                "max_completion_tokens must be a whole number of at",
+            ),
+            (
+                {"sampling": {"max_tokens": True}},
+                "max_tokens must be a whole number of at least 1; found True",
+            ),
             ({"skip_first": 3}, "found skip_first"),
         ],
     )

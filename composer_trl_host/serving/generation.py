@@ -98,12 +98,17 @@ class RowSampler:
         return only.scatter_(1, chosen.unsqueeze(1), 0.0)
 
     def _draw(self, logprobs: Tensor) -> Tensor:
-        chosen = torch.multinomial(logprobs.exp(), 1).squeeze(1)
-        for row, sampling in enumerate(self._samplings):
-            if sampling.temperature == 0:
-                chosen[row] = logprobs[row].argmax()
-            elif self._seeds[row] is not None:
+        if logprobs.isnan().any():
+            raise RuntimeError("the model must give finite logits; found some that are not")
+        chosen = logprobs.argmax(dim=-1)
+        drawn = [row for row, sampling in enumerate(self._samplings) if sampling.temperature]
+        for row in drawn:
+            if self._seeds[row] is not None:
                 chosen[row] = torch.multinomial(logprobs[row].exp(), 1, generator=self._seeds[row])[0]
+        # Rows with a seed take nothing from the global generator: it must not depend on how requests were batched.
+        unseeded = [row for row in drawn if self._seeds[row] is None]
+        if unseeded:
+            chosen[unseeded] = torch.multinomial(logprobs[unseeded].exp(), 1).squeeze(1)
         return chosen
 
     def _running(self, row: int) -> bool:

@@ -126,7 +126,11 @@ def build_verifiers(settings: HostSettings, sources: TaskSources) -> VerifiersRu
         )
         if remote is not None:
             evaluation.before = lambda: send_weights(trainer)
-    return VerifiersRun(trainer, runner, evaluation, _notes(train, heldout, rows))
+    notes = [
+        *_notes(train, heldout, rows),
+        *_heldout_warnings(sources, [len(item.tasks) for item in heldout]),
+    ]
+    return VerifiersRun(trainer, runner, evaluation, notes)
 
 
 def _loaded(source: Source, most: int) -> _Loaded:
@@ -172,6 +176,26 @@ def _notes(
         lines.append("no held-out evaluation; the tables [[orchestrator.eval.source]] name what is held out")
     warnings = (without_time_limit(item.source, item.environment, item.tasks) for item in (*train, *heldout))
     return [*lines, *(line for line in warnings if line is not None)]
+
+
+def _heldout_warnings(sources: TaskSources, tasks: Sequence[int]) -> list[str]:
+    """Of held-out environments that have fewer tasks than are asked for, or that are trained on. ``tasks``: how many
+    each has."""
+    lines = []
+    for held, count in zip(sources.heldout, tasks, strict=True):
+        name = held.source.name
+        if held.examples is not None and held.examples > count:
+            lines.append(
+                f"warning: num_examples of {name} is {held.examples}, but its taskset has {count} tasks"
+            )
+        trained = [
+            item.name for item in sources.train if item.env.get("taskset") == held.source.env.get("taskset")
+        ]
+        if trained:
+            lines.append(
+                f"warning: {name} is held out with the taskset that {trained[0]} trains on, so it does not measure unseen tasks"
+            )
+    return lines
 
 
 def bind(runner: VerifiersRunner, trainer: ComposerGRPOTrainer, tokenizer: Any) -> None:

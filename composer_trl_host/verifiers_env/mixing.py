@@ -31,4 +31,6 @@ def shares(ratios: Sequence[float], whole: int) -> list[int]:
     for place in order:
         if sum(found) < whole and exact[place] >= 1:
             found[place] += 1
+    while sum(found) > whole and max(found) > 1:  # what was raised to 1
+        found[found.index(max(found))] -= 1
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -33,6 +34,8 @@ def check_server(base_url: str) -> RemoteServer:
 
     That it sends the weights it is given is TRL's to ensure; it is not asked here.
     """
+    if "@" in base_url:  # not shown: it may hold a password
+        raise ConfigError(f"{KEY} must hold no user name or password; found an @ in it; leave that part out")
     root = base_url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
         raise ConfigError(
@@ -77,12 +80,15 @@ def _ask(root: str, path: str, must: str, body: Mapping[str, Any] | None = None)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
             text = response.read()
-        return _mapping(json.loads(text)) if text.strip() else {}
+        # Any body says that the server is well.
+        return {} if path == HEALTH_PATH else _mapping(json.loads(text))
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection
             found, cause = f"HTTP {error.code}", error
     except (OSError, ValueError) as error:
         found, cause = str(error), error
+    except http.client.HTTPException as error:
+        found, cause = repr(error), error  # a line of the server's, as it came
     raise ConfigError(f"{KEY}: {root}{path.partition('?')[0]} {must}; found {found}") from cause
 
 

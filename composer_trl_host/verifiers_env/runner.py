@@ -16,7 +16,7 @@ from composer_trl_host.rollout import Rollout
 from composer_trl_host.serving import BatchQueue, Completion, Ticket, TokenServer
 from composer_trl_host.serving.protocol import Limits
 from composer_trl_host.verifiers_env.conversion import Converter, first_error, with_stand_ins
-from composer_trl_host.verifiers_env.session import EnvSession
+from composer_trl_host.verifiers_env.session import LOOP, EnvSession
 
 _POLL_SECONDS = 0.2
 
@@ -144,6 +144,10 @@ class VerifiersRunner:
                 playing.append((stage, numbers, future))
             futures = [future for _, _, future in playing]
             while not _over(futures):
+                if not LOOP.alive:
+                    raise TaskError(
+                        f"{playing[0][0].name}: the event loop of the environments must run; its thread has ended; mend what stopped it"
+                    )
                 if self.remote is None:
                     self.queue.run_once(_POLL_SECONDS)
                 else:
@@ -250,7 +254,8 @@ def _close_all(stages: list[Stage]) -> None:
 
 
 def _failed(future: Future[list[Any]]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is not None
+    """Also by a cancellation: nobody else cancels it while it is waited for."""
+    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def _over(futures: Sequence[Future[list[Any]]]) -> bool:
@@ -261,7 +266,8 @@ def _over(futures: Sequence[Future[list[Any]]]) -> bool:
 def _result(stage: Stage, future: Future[list[Any]]) -> list[Any]:
     try:
         return future.result()
-    except BaseExceptionGroup as group:
+    except (Exception, BaseExceptionGroup) as error:
+        first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
         raise TaskError(
-            f"{stage.name}: an episode must not fail outside itself; it failed with {group.exceptions[0]!r}; mend the environment"
-        ) from group
+            f"{stage.name}: an episode must not fail outside itself; it failed with {first!r}; mend the environment"
+        ) from error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from composer_prime_plugin.errors import TaskError
@@ -20,18 +21,49 @@ class _Loop:
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run ``work`` in the loop, which starts with the first call."""
         with self._starting:
-            if self.loop is None:
+            if self.loop is None or not self.alive:
                 self.loop = asyncio.new_event_loop()
-                threading.Thread(target=self.loop.run_forever, name="verifiers", daemon=True).start()
+                self._thread = threading.Thread(target=_run, args=(self.loop,), name="verifiers", daemon=True)
+                self._thread.start()
         return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything runs in the loop: once its thread has ended, no future of it is ever done."""
+        return self._thread is not None and self._thread.is_alive()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run ``loop`` for ever. asyncio lets these two end it, whichever task they are raised in; whoever waits for that
+    task has them too."""
+    while True:
+        try:
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
 
 
 LOOP = _Loop()
+
+
+@contextmanager
+def _as_errors() -> Iterator[None]:
+    """Make an ordinary error of what an environment's code raises past verifiers, which catches ``Exception``."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(repr(error)) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError(repr(error)) from error
 
 
 class EnvSession:
@@ -62,13 +94,14 @@ class EnvSession:
     async def _serve(self, ready: Future[None]) -> None:
         self._end = asyncio.Event()
         try:
-            async with self.environment.serving():
-                ready.set_result(None)
-                await self._end.wait()
-        except Exception as error:
+            with _as_errors():
+                async with self.environment.serving():
+                    ready.set_result(None)
+                    await self._end.wait()
+        except BaseException as error:
             if ready.done():
                 raise
-            ready.set_exception(error)
+            ready.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def play(
         self, tasks: Sequence[Any], contexts: Sequence[Any], finished: Callable[[], None]
@@ -84,7 +117,8 @@ class EnvSession:
     ) -> list[Any]:
         async def one(task: Any, context: Any) -> Any:
             try:
-                return await self.environment.run_slot(self.environment.slots(task)[0], context)
+                with _as_errors():
+                    return await self.environment.run_slot(self.environment.slots(task)[0], context)
             finally:
                 finished()
 

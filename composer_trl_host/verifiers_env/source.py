@@ -12,10 +12,11 @@ cannot be had on this host. Imports no verifiers and no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_prime_plugin.errors import ConfigError
+from composer_trl_host.prime_keys import COUNT, NUCLEUS, RATE, SHARE, TOP_K
 
 SOURCE_KEY = "orchestrator.train.source"
 TRAIN_KEYS = (SOURCE_KEY, "orchestrator.train.env", "orchestrator.env")
@@ -42,7 +43,15 @@ _EVAL_TABLE = (
     *("skip_eval_on_restart",),
 )
 """Keys of ``orchestrator.eval`` that are honoured."""
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = {
+    "temperature": replace(RATE, example="1.0"),
+    "top_p": NUCLEUS,
+    "top_k": TOP_K,
+    "min_p": SHARE,
+    "max_completion_tokens": COUNT,
+    "max_tokens": COUNT,
+}
+_MOST_RATIO = 1e6
 _DEFAULT_INTERVAL = 100
 
 
@@ -157,7 +166,7 @@ def _source(
     if old and not (table.get("env") or table.get("taskset")):
         named = table.get("id") or _mapping(table.get("legacy")).get("id")
         raise ConfigError(
-            f"{place} must name a taskset of verifiers 0.4; found {old[0]} = {table[old[0]]!r}, a v0 environment, which "
+            f"{place} must name a taskset of verifiers 0.4; found {old[0]} = {_shown(table[old[0]])}, a v0 environment, which "
             f'verifiers 0.4 cannot load; set [[{SOURCE_KEY}]] with env = {{ taskset = {{ id = "{named or "my-taskset"}" }} }} '
             "where its package has such a taskset, or train on PRIME-RL"
         )
@@ -171,7 +180,7 @@ def _source(
     name = taskset.get("id") if isinstance(taskset, Mapping) else None
     if not isinstance(env, Mapping) or not isinstance(name, str) or not name:
         raise ConfigError(
-            f"{place}.env must name a taskset of verifiers 0.4; found {env!r}; set for example "
+            f"{place}.env must name a taskset of verifiers 0.4; found {_shown(env)}; set for example "
             f'env = {{ taskset = {{ id = "my-taskset" }}, agent = {{ runtime = {{ type = "{RUNTIME}" }} }} }}'
         )
     address = table.get("address") or _mapping(table.get("serve")).get("address")
@@ -238,9 +247,9 @@ def _ratio(table: Mapping[str, Any], place: str) -> float:
     value = table.get("ratio")
     if value is None:
         return 1.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_RATIO:
         raise ConfigError(
-            f"{place}.ratio must be a finite number above 0; found {value!r}; set for example ratio = 1.0"
+            f"{place}.ratio must be a finite number above 0 and at most 1e6; found {_shown(value)}; set for example ratio = 1.0"
         )
     return float(value)
 
@@ -276,12 +285,9 @@ def _sampling(value: Any, place: str, notes: list[tuple[str, str]]) -> dict[str,
         for key, item in values.items():
             if item is None or key == "extra_body":
                 continue
-            if key in _SAMPLING or key in ("max_completion_tokens", "max_tokens"):
-                if isinstance(item, bool) or not isinstance(item, int | float):
-                    raise ConfigError(
-                        f"{where}.{key} must be a number; found {item!r}; set for example {key} = 1"
-                    )
-                found[key if key in _SAMPLING else "max_tokens"] = item
+            if key in _SAMPLING:
+                name = "max_tokens" if key == "max_completion_tokens" else key
+                found[name] = _SAMPLING[key].read(f"{where}.{key}", item)
             else:
                 notes.append((f"{where}.{key}", "the host samples with temperature, top_p, top_k and min_p"))
     return found
@@ -305,7 +311,7 @@ def _one_list(document: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Se
         if not tables:
             continue
         if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-            raise ConfigError(f"{key} must be a list of tables; found {tables!r}; write [[{key}]]")
+            raise ConfigError(f"{key} must be a list of tables; found {_shown(tables)}; write [[{key}]]")
         found.append((key, tables))
     if len(found) > 1:
         raise ConfigError(
@@ -319,6 +325,15 @@ def _places(key: str, tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, Ma
     if len(tables) == 1:
         return [(key, tables[0])]
     return [(f"{key}[{number}]", table) for number, table in enumerate(tables)]
+
+
+def _shown(value: Any) -> str:
+    """A value in a message. Of tables the keys alone: they may hold somebody's secrets."""
+    if isinstance(value, Mapping):
+        return f"a table with {', '.join(map(str, value)) or 'nothing in it'}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return repr(value)
 
 
 def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
