@@ -2,7 +2,8 @@
 
     python examples/verifiers_tool/measure.py [--tokens 64] [--harness null]
 
-Every turn is sampled to its last token, so that both ways sample the same number.
+Every turn is sampled to its last token, so that both ways sample the same number; control tokens, which would end it,
+are forbidden.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,6 +46,7 @@ def make_runner(tokens: int, harness: str | None) -> VerifiersRunner:
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(name), str(ADAPTER)
     ).merge_and_unload()
+    model.register_forward_hook(partial(_forbid, tokenizer.all_special_ids))
     environment = load_environment(source)
     policy = Policy(
         Limits(MODEL_NAME, 2048, len(tokenizer)),
@@ -54,6 +59,11 @@ def make_runner(tokens: int, harness: str | None) -> VerifiersRunner:
     generate = TokenGenerator(lambda: model, [], tokenizer.eos_token_id)
     stage = Stage(source.name, environment, tasks, converter)
     return VerifiersRunner([stage], policy, 1, _to_the_end(generate))
+
+
+def _forbid(ids: Sequence[int], module: Any, inputs: Any, output: Any) -> None:
+    # A turn with a control token in its middle is not extended by the next one: the client refuses it.
+    output.logits[..., ids] = -torch.inf
 
 
 def _to_the_end(generate: TokenGenerator) -> Any:
@@ -76,6 +86,7 @@ def main() -> None:
     parser.add_argument("--harness", help="the harness's id; absent: the one of the taskset")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    torch.manual_seed(0)
     runner = make_runner(arguments.tokens, arguments.harness)
     rows = [{"task": number} for number in range(ROLLOUTS)]
     alone, together = [], []
