@@ -69,7 +69,8 @@ def build_verifiers(settings: HostSettings, sources: TaskSources) -> VerifiersRu
     prompts = settings.batch_size // settings.group_size
     if len(rows) < prompts:
         raise ConfigError(
-            f"a step needs batch_size / group_size = {prompts} tasks; found {len(rows)} in {sources.train[0].name} with "
+            f"a step needs batch_size / group_size = {prompts} tasks; found {len(rows)} in "
+            f"{', '.join(source.name for source in sources.train)} with "
             f"trl_host.train_rows = {host.train_rows}; lower batch_size or raise train_rows"
         )
     remote = _remote(host.vllm_base_url)
@@ -230,10 +231,11 @@ def _remote(base_url: str | None) -> RemoteServer | None:
     """The server of ``trl_host.vllm_base_url``, checked. TRL gives it the weights over NCCL."""
     if base_url is None:
         return None
-    if importlib.util.find_spec("vllm") is None or not torch.cuda.is_available():
+    installed = importlib.util.find_spec("vllm") is not None
+    if not installed or not torch.cuda.is_available():
         raise ConfigError(
             f"{KEY} needs the package vllm in the trainer's environment and a CUDA device, over which TRL sends the weights; found "
-            f"{'no vllm' if importlib.util.find_spec('vllm') is None else 'no CUDA device'}; remove it, and the host samples itself"
+            f"{'no CUDA device' if installed else 'no vllm'}; remove it, and the host samples itself"
         )
     return check_server(base_url)
 
